@@ -147,6 +147,30 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "longrope": ("phi3", _SIZES | {"pad_token_id": 0, "rope_parameters": _LONGROPE} | _SWITCH),
 }
+# Models some of whose layers keep a state.
+_MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": (
+        "qwen3_5_text",
+        _SIZES
+        | {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    ),
+    "granite4_h": (
+        "granitemoehybrid",
+        _SIZES
+        | _MAMBA
+        | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 64}
+        | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        _SIZES
+        | {"head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 8}
+        | {"n_groups": 1, "pad_token_id": 0, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "hybrid_override_pattern": "M*-M"},
+    ),
+}
 UNMOVABLE = {"gpt2"}
 ALIBI = {"bloom", "mpt", "falcon_alibi"}
 RELOCATABLE = sorted(set(FAMILIES) - UNMOVABLE - {"longrope"})
@@ -187,7 +211,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 @functools.cache
 def tiny_model(family: str, dtype: torch.dtype = torch.float32) -> LanguageModel:
     """A random model of few layers, its weights the same in every run, but for their rounding."""
-    kind, sizes = FAMILIES[family]
+    kind, sizes = (FAMILIES | HYBRIDS)[family]
     torch.manual_seed(sum(map(ord, family)))
     special = {"bos_token_id": 0, "eos_token_id": 1}
     config = AutoConfig.for_model(kind, **(sizes | special))

@@ -70,6 +70,7 @@ class Plain:
     can_share: bool = False
     can_batch: bool = False
     can_append: bool = False
+    keeps_states: bool = False
     facts: tuple = field(
         default=(
             *("name", "fingerprint", "tokenizer", "vocab_size", "context_length", "eos_ids"),

@@ -177,6 +177,14 @@ class Backend(Protocol):
         """Whether `step` accepts more than one new token in a row."""
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether some layers keep a state without a length (`KVBuffer.states`).
+
+        Then `prefill` computes tokens that follow those of the states, or all, and nothing else;
+        `repair` and `choose` are not called.
+        """
+
+    @property
     def token_price(self) -> float:
         """The time of one more token in a step, as a share of the shortest step's; about."""
 

@@ -55,6 +55,8 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
     try:
         for place in plan.placements:
             model.rule.check(plan.delta(place), plan.length)
+        if model.keeps_states and method.takes is Takes.ALL:
+            model.rule.check(1, plan.length)  # no chunk can be reused by itself
     except RelocationError as error:
         if not method.gives_way:
             raise

@@ -104,7 +104,7 @@ class Engine:
         """
         self.model = model
         self._is_closed = False
-        self.settings = settings = completed(store or StoreConfig(), model.shapes.device)
+        self.settings = settings = completed(store or StoreConfig(), model)
         maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
         self._remote: RemoteTier | None = (
             beside._remote if beside else open_remote(settings, sizes_of(model))
@@ -543,7 +543,7 @@ class Engine:
         return len(self.tokenization.tokenize(self._rendered(prompt)))
 
     def _planner(self, prompt: Prompt) -> Planner:
-        if isinstance(prompt, Planned):
+        if isinstance(prompt, Planned) and not self.model.keeps_states:
             return prompt.planner(self)
         return TextPlanner(
             self.library,

@@ -208,6 +208,8 @@ def _run(
     """Compute a prompt's rows, or choose them only; returns the (token, layer) pairs computed."""
     model, ids = prompt.resources.model, torch.tensor([prompt.tokens.ids])
     layout, layers = plan.layout(model.shapes.num_layers), model.shapes.num_layers
+    if model.keeps_states:
+        return _run_on(prompt, plan, buffer, ids)
     ready = loader.wait if loader else None
     chosen = model.choose(buffer, ids, layout, prompt.method, ready) if in_pieces else None
     if chosen is not None:
@@ -226,6 +228,31 @@ def _run(
     prompt.logits = done.logits
     _note_rows(prompt, plan, layout, done.rows, done.computed)
     return done.computed
+
+
+def _run_on(prompt: Prefilling, plan: Plan, buffer: KVBuffer, ids: torch.Tensor) -> int:
+    """Compute a prompt behind the states of its beginning, with snapshots on the way.
+
+    One is taken where the answer's header begins, for the next turn and for the same prompt again,
+    and one where the prompt departs from the kept one that is most like it: so what several prompts
+    begin with is kept from the second one on.
+    """
+    model, sequences = prompt.resources.model, prompt.resources.sequences
+    runs, begin = prompt.beginning.runs, len(prompt.beginning)
+    kept = runs[-1].buffer.states if runs else None
+    buffer.states = kept.copy() if kept is not None else None
+    ends = {prompt.header_begin, prompt.branch_off(sequences.branch(prompt.namespace, prompt.ids))}
+    done = begin
+    for end in sorted(end for end in ends if begin < end < len(prompt.ids)):
+        model.prefill(buffer, ids[:, :end], torch.arange(done, end), num_logits=0)
+        assert buffer.states is not None
+        buffer.snapshots[end] = buffer.states.copy()
+        done = end
+    prompt.logits = model.prefill(buffer, ids, torch.arange(done, ids.shape[1])).logits
+    rows = torch.arange(begin, ids.shape[1])
+    layers = model.shapes.num_layers
+    _note_rows(prompt, plan, plan.layout(layers), rows, len(rows) * layers)
+    return len(rows) * layers
 
 
 def _note_rows(

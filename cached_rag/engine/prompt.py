@@ -234,6 +234,8 @@ class Prefilling:
         plan, learning, sequences = self.plan, self.resources.learning, self.resources.sequences
         assert plan is not None
         is_private = is_private or self.is_beyond_switch(len(answer))
+        if (states := kv.own.states) is not None:
+            kv.own.snapshots[states.length] = states
         if not is_private:
             sequences.add(self._prompt_kv(plan, kv, answer), kv)
             for chunk in learning.forgotten(plan):
@@ -254,21 +256,33 @@ class Prefilling:
         answer = np.asarray(answered, dtype=np.int64)
         ids = np.concatenate([self.ids, answer])[: kv.length]
         exact = len(ids) if self.exact_length == len(self.ids) else self.exact_length
-        least = len(self.ids) - self._header_length()
+        least = self.header_begin
         # What was made of harvested KV depends on texts that are not in this prompt, and it could
         # not be found when one of them is forgotten. So of that only the exact part is kept.
         repair = "" if plan.harvested else self.repair
         return PromptKV(self.namespace, ids, (), exact, repair, plan.chunks, least)
 
-    def _header_length(self) -> int:
-        """How many of the last tokens are the header of the answer: those from a control token on.
+    def branch_off(self, common: int) -> int:
+        """Where a snapshot serves prompts that have so many tokens in common with this one.
 
-        At least the last one, which every prompt computes, also if all was asked before.
+        That is before the chunk in which they part: others that have the same chunks before it part
+        from it elsewhere.
+        """
+        assert self.plan is not None
+        ends = [end for _, end in self.plan.chunks]
+        before = [end for end in ends if end <= common]
+        return before[-1] if before and len(before) < len(ends) else common
+
+    @property
+    def header_begin(self) -> int:
+        """Where the header of the answer begins: at a control token among the last ones.
+
+        It has at least the last one, which every prompt computes, also if all was asked before.
         """
         controls = set(self.resources.tokenization.controls.values())
         tail = self.ids[-_TEMPLATE_TAIL:].tolist()
         begins = [at for at, token in enumerate(tail) if token in controls]
-        return len(tail) - begins[0] if begins else min(1, len(tail))
+        return len(self.ids) - (len(tail) - begins[0] if begins else min(1, len(tail)))
 
 
 def _audit(resources: Resources, method: str, ids: Ids, logits: torch.Tensor) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-
-import torch
+from typing import Any
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.machine import free_bytes
@@ -81,8 +80,18 @@ class Resources:
         )
 
 
-def completed(settings: StoreConfig, device: torch.device) -> StoreConfig:
-    """The settings, with what they leave to the machine filled in."""
+# What prepares chunks, where a model's layers keep states, so that chunks have no KV of their own.
+_NO_CHUNKS: dict[str, Any] = {
+    **{"write_back": False, "learn_prefixes": False, "harvest": False, "settle": False},
+    "learn": "off",
+}
+
+
+def completed(settings: StoreConfig, model: Backend) -> StoreConfig:
+    """The settings, with what they leave to the machine filled in, and as far as the model can."""
+    device = model.shapes.device
+    if model.keeps_states:
+        settings = replace(settings, **_NO_CHUNKS)
     room = min(settings.memory_bytes // 4, free_bytes(str(device)) // 8)
     kept, pipelined = settings.sequence_bytes, settings.pipelined
     return replace(

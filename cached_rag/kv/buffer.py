@@ -113,6 +113,24 @@ class ModuleKV:
         )
 
 
+class States(Protocol):
+    """What layers keep of a prompt's first tokens that has no length, as recurrent layers do."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens they have read."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        ...
+
+    def copy(self) -> States:
+        """The same, which goes on by itself."""
+        ...
+
+
 class KVBuffer:
     """Keys and values of up to `capacity` tokens, one a slot.
 
@@ -123,12 +141,16 @@ class KVBuffer:
         keys: (num_layers, batch, num_kv_heads, capacity, key_dim).
         values: (num_layers, batch, num_kv_heads, capacity, value_dim).
         positions: (capacity,) int64 on the CPU, ascending; None if slot i is position i.
+        states: what recurrent layers keep, where the last pass ended; None if there is none.
+        snapshots: copies of them, by the number of tokens that they have read.
     """
 
     def __init__(self, keys: Layered, values: Layered) -> None:
         self.keys = keys
         self.values = values
         self.positions: torch.Tensor | None = None
+        self.states: States | None = None
+        self.snapshots: dict[int, States] = {}
 
     def lay_out(self, positions: Sequence[int] | None) -> KVBuffer:
         """Set the positions of the first slots; the other slots follow without gaps.
@@ -172,8 +194,9 @@ class KVBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of keys and values, and of states."""
+        held = {id(one): one.nbytes for one in (self.states, *self.snapshots.values()) if one}
+        return self.keys.nbytes + self.values.nbytes + sum(held.values())
 
     def place(self, module: LayerSource, slot: int, rule: PositionRule) -> None:
         """Copy a module to the slots from `slot` on, its keys rotated to their positions.
@@ -326,6 +349,7 @@ class Workspace:
         with suppress(IndexError):
             spare = self._spare.pop()
             if capacity <= spare.capacity <= 2 * rounded(capacity):
+                spare.states, spare.snapshots = None, {}
                 return spare.lay_out(None)
         return KVBuffer.like(self._shapes, rounded(capacity))
 

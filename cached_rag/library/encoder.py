@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -129,6 +129,8 @@ class Encoder:
             total: called before the first batch with the number of tokens to compute.
         """
         started = time.perf_counter()
+        if self.model.keeps_states:  # no chunk has KV of its own; but prompts may part behind one
+            order = replace(order, behinds=())
         passes = {behind: self._wanted(behind, order.records) for behind in order.behinds}
         for behind, wanted in passes.items():
             longest = max(wanted, key=len, default=())
@@ -179,7 +181,7 @@ class Encoder:
 
     def _warn_of_lost(self, order: Order) -> None:
         """Say if memory, where nothing is on disk, could not keep all that was asked for."""
-        if self.library.shelf.disk is not None:
+        if self.library.shelf.disk is not None or not order.behinds:
             return
         if lost := self._wanted(order.behinds[0], order.records):
             _log.warning(

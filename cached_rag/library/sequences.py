@@ -4,6 +4,9 @@ KV that is what full prefill computes serves every prompt, as far as the tokens 
 that a method repaired is marked with the method. It serves only prompts of the same method, and,
 unless any may have it, only those that go on where the repaired prompt ended: the next turns of its
 conversation. For it was repaired for that prompt's question.
+
+Where a model's layers keep states, a prompt can go on only where a snapshot of them was taken: at
+the end of a run, whose buffer has it.
 Sequences with the same beginning share its KV. No buffer holds parts of two chunks. So when a chunk
 is forgotten, its KV can be dropped with all KV behind it, which depends on it, while the KV before
 it stays. Knows tokens and KV; knows no model.
@@ -65,8 +68,9 @@ class PromptKV:
         length = common(ids, self.ids)
         may_be_repaired = bool(repair) and repair == self.repair and length >= self.least
         if not may_be_repaired or min(length, exact) > self.exact_length:
-            return min(length, self.exact_length)
-        return length
+            length = min(length, self.exact_length)
+        ends = [run.slot + len(run) for run in self.runs if run.buffer.states is not None]
+        return max((end for end in ends if end <= length), default=0) if ends else length
 
     def cut(self, length: int) -> tuple[Run, ...]:
         """The runs of its first `length` tokens."""
@@ -156,6 +160,12 @@ class Sequences:
                 self._kept.append(best)
             return best, most[0]
 
+    def branch(self, namespace: str, ids: Ids) -> int:
+        """How many tokens a prompt has in common with the kept one that is most like it."""
+        with self._lock:
+            own = (one for one in self._kept if one.namespace == namespace)
+            return max((common(ids, one.ids) for one in own), default=0)
+
     def containing(self, namespace: str, token_ids: Ids) -> tuple[PromptKV, int] | None:
         """The last sequence with these tokens among its exact ones, and the slot of the first."""
         with self._lock:
@@ -179,6 +189,8 @@ class Sequences:
             sequence = replace(sequence, least=0)
         keeps_all = self.keeps_repaired and sequence.repair and kv.length >= sequence.least
         length = kv.length if keeps_all else min(sequence.exact_length, kv.length)
+        if snapshots := kv.own.snapshots:
+            length = max((at for at in snapshots if at <= length), default=0)
         if kv.positions is not None or not is_worth(length, sequence.chunks):
             return
         if not self._has_room(length * kv.own.nbytes // kv.own.capacity):
@@ -206,11 +218,14 @@ class Sequences:
             sequence.namespace, sequence.ids[:length], sequence.repair, sequence.exact_length
         )
         runs = list(there.until(same).runs) if there else []
-        ends = sorted({*(end for _, end in sequence.chunks if end < length), length})
+        snapshots = kv.own.snapshots
+        ends = {*(end for _, end in sequence.chunks if end < length), *snapshots, length}
         done = sum(map(len, runs))
-        for end in ends:
+        for end in sorted(end for end in ends if end <= length):
             if end > done:
-                runs.append(Run(kv.copy(done, end), 0, end - done, done))
+                run = Run(kv.copy(done, end), 0, end - done, done)
+                run.buffer.states = snapshots.get(end)
+                runs.append(run)
                 done = end
         return replace(sequence, runs=tuple(runs)).until(length)
 

@@ -210,7 +210,7 @@ class LlamaCppModel:
 
     # The same for every model, so no fields.
     repetition_penalty = 1.0
-    can_watch = can_narrow = can_share = False
+    can_watch = can_narrow = can_share = keeps_states = False
     can_batch = can_append = True
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ this pass or earlier. Knows modules of transformers; knows no prompt.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,15 +33,15 @@ class Preceding(Protocol):
         """
 
 
-def convolve_rows(model: Any) -> None:
-    """Have a model's short convolutions ask our caches for the inputs before a row's own.
+def convolve_rows(layers: Iterable[torch.nn.Module]) -> None:
+    """Have the short convolutions of these layers ask our caches for the inputs before a row's own.
 
     With other caches they do as before. A second call changes nothing.
     """
-    for module in model.modules():
-        if hasattr(module, "conv_kernel_size") and hasattr(module, "in_proj"):
-            plain = type(module).forward
-            module.forward = partial(_forward, module, partial(plain, module))
+    for layer in layers:
+        module: Any = layer.conv
+        plain = type(module).forward
+        module.forward = partial(_forward, module, partial(plain, module))
 
 
 def _forward(module: Any, plain: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:

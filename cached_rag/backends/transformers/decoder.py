@@ -7,6 +7,7 @@ verifies it by running the model. Knows transformers.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,12 +37,14 @@ class DecoderLayer:
         kind: transformers' name for what it does.
         window: how many tokens it sees, the last one included, or `Chunks`; None for all.
         shape: what it keeps of a token; None for nothing of its own, as it reads another layer's.
+        is_stateful: it keeps a state, too, which has no length (see `states.py`).
     """
 
     module: torch.nn.Module
     kind: str
     window: int | None
     shape: LayerShape | None
+    is_stateful: bool = False
 
     @property
     def attends(self) -> bool:
@@ -51,14 +54,17 @@ class DecoderLayer:
     @property
     def is_known(self) -> bool:
         """Whether this library can compute it for scattered rows; else the model itself must."""
-        return self.attends or self.kind == convolution.KIND
+        return (self.attends or self.kind == convolution.KIND) and not self.is_stateful
 
 
-def decoder_layers(model: Any, shapes: KVShapes | None = None) -> tuple[DecoderLayer, ...]:
+def decoder_layers(
+    model: Any, shapes: KVShapes | None = None, stateful: Collection[int] = ()
+) -> tuple[DecoderLayer, ...]:
     """A model's layers, in order, as its configuration describes them.
 
     Args:
         shapes: what they keep, if that is known.
+        stateful: which of them keep a state.
 
     Raises:
         ModelError: as `decoder_modules`.
@@ -70,8 +76,8 @@ def decoder_layers(model: Any, shapes: KVShapes | None = None) -> tuple[DecoderL
     kinds = getattr(text, "layer_types", None) or [_SLIDING if window else _FULL] * len(modules)
     kept = shapes.layers if shapes else (None,) * len(modules)
     return tuple(
-        DecoderLayer(module, kind, windows.get(kind), shape)
-        for module, kind, shape in zip(modules, kinds, kept, strict=True)
+        DecoderLayer(module, kind, windows.get(kind), shape, index in stateful)
+        for index, (module, kind, shape) in enumerate(zip(modules, kinds, kept, strict=True))
     )
 
 
@@ -198,7 +204,13 @@ class Decoder:
     @property
     def num_keeping(self) -> int:
         """How many layers there are up to the last one that keeps something of its own."""
-        return max(i for i, layer in enumerate(self.layers, 1) if layer.shape is not None)
+        kept = (i for i, one in enumerate(self.layers, 1) if one.shape or one.is_stateful)
+        return max(kept)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether any layer keeps a state."""
+        return any(layer.is_stateful for layer in self.layers)
 
     @property
     def attending(self) -> tuple[int, ...]:

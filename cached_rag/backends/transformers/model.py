@@ -114,6 +114,11 @@ class LanguageModel:
         return self.can_batch
 
     @property
+    def keeps_states(self) -> bool:
+        """See `Backend`."""
+        return self.decoder.keeps_states
+
+    @property
     def can_append(self) -> bool:
         """See `Backend`. False with sliding windows."""
         return self.can_batch and not any(self.decoder.windows)

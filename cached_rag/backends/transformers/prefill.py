@@ -31,6 +31,7 @@ from cached_rag.backends.base import Chosen, Prefilled
 from cached_rag.backends.transformers.attention import Rows, attending
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.row_cache import Drift, Observed, Observer, Peeked, RowCache
+from cached_rag.backends.transformers.states import LayerStates
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Selector
@@ -78,8 +79,10 @@ class RowPass:
         checks: layers before which `selector` chooses rows.
         final_slots: slots of the rows that are computed in every layer.
         computed: (token, layer) pairs computed so far.
+        index: the layer that runs.
     """
 
+    index: int
     layout: Layout
     selector: Selector
     checks: frozenset[int] = frozenset()
@@ -112,11 +115,37 @@ class RowPass:
         else:
             self.entering, self.positions, self.kept = token_ids, positions, slots
         self.num_entering = self.entering.shape[1]
+        self.buffer, self.end = buffer, rows.last + 1
+        if decoder.keeps_states:
+            self._go_on(rows, is_tail=is_tail)
         self.cache = RowCache(buffer, rows, self.num_entering, decoder.windows)
         self.computed = 0
 
+    def _go_on(self, rows: Rows, *, is_tail: bool) -> None:
+        """See that the states are those before the first row.
+
+        Raises:
+            ModelError: they are not, or the rows are scattered.
+        """
+        if not is_tail:
+            raise ModelError("layers that keep states compute no scattered tokens of a prompt")
+        if rows.first == 0:
+            self.buffer.states = LayerStates.new(self.decoder.model.config)
+        states = self.buffer.states
+        if states is None or states.length != rows.first:
+            where = "nowhere" if states is None else f"behind token {states.length}"
+            raise ModelError(f"the states before token {rows.first} are not there, but {where}")
+
     def forward(self) -> Prefilled:
         """Run the model once over the rows."""
+        states, self.buffer.states = self.buffer.states, None  # what fails leaves none behind
+        found = self._forward()
+        if isinstance(states, LayerStates):
+            states.length = self.end
+            self.buffer.states = states
+        return found
+
+    def _forward(self) -> Prefilled:
         wanted = {
             "input_ids": self.entering,
             "position_ids": self.positions[None].expand(self.entering.shape),
@@ -188,12 +217,22 @@ class RowPass:
         if self.checks:
             return min(self.checks)
         is_cut = 0 < self.num_logits < len(self.cache.rows)
-        return self.decoder.num_keeping - 1 if is_cut else count
+        return self._last_whole if is_cut else count
+
+    @property
+    def _last_whole(self) -> int:
+        """The layer from which on only the rows whose logits are wanted are computed.
+
+        It computes keys and values of all. A layer with a state has to read them all.
+        """
+        last = self.decoder.num_keeping - 1
+        return last + self.decoder.layers[last].is_stateful
 
     def before_layer(
         self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cut a layer's inputs to the rows kept; at a check layer, let the method choose them."""
+        self.index = index
         if self.ready is not None:
             self.ready(index)
         names = list(inspect.signature(layer.forward).parameters)
@@ -215,10 +254,11 @@ class RowPass:
         if index < self.decoder.num_keeping:  # the layers behind compute less in every pass
             self.final_slots = self.cache.rows.slots
         self.computed += len(self.final_slots)
-        if index == self.decoder.num_keeping - 1 and 0 < self.num_logits < count:
+        if index == self._last_whole and 0 < self.num_logits < count:
             # The last layer, and those before it that keep nothing, compute only rows whose logits
             # are wanted. Of the others keys and values are computed, which later tokens need.
-            self._peek(layer, inputs)
+            if index < self.decoder.num_keeping:
+                self._peek(layer, inputs)
             last = torch.arange(count, device=self.cache.rows.slots.device)
             last = last[-self.num_logits :]
             inputs = self._narrowed(named | self._keep(last, inputs["hidden_states"]))
@@ -269,7 +309,9 @@ class RowPass:
         """The inputs with per-row tensors cut to the rows kept, where they are not yet."""
         if self.kept is None:
             return inputs
-        if not self.decoder.is_fast and inputs.get("attention_mask") is None:
+        layer = self.decoder.layers[self.index]
+        attends = layer.attends or layer.shape is not None
+        if attends and not self.decoder.is_fast and inputs.get("attention_mask") is None:
             raise ModelError(
                 "the model gave its layers no mask, so scattered rows would see later tokens"
             )

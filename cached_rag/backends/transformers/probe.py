@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cached_rag.backends.transformers import attention
+from cached_rag.backends.transformers import attention, convolution
 from cached_rag.backends.transformers.batch import keeps_what_it_reads
 from cached_rag.backends.transformers.convolution import convolve_rows
 from cached_rag.backends.transformers.decoder import (
@@ -55,6 +55,7 @@ _PLACE_TOLERANCE = 1e-2
 _HEAD_TOLERANCE = 2e-2
 # An error up to this share of a row's size is rounding of the sum itself, and not counted.
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
+_STATES = "some of its layers keep a state instead of keys and values (recurrent layers)"
 _ADDED = "positions are added to the embeddings (learned positions)"
 
 
@@ -85,9 +86,9 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
             something other than keys and values.
     """
     attention.register()
-    convolve_rows(model)
-    shapes = kv_shapes(model, _probe_ids(model)[:, :2])
-    dense = Decoder(model, model, decoder_layers(model, shapes), is_fast=False)
+    convolve_rows(one.module for one in decoder_layers(model) if one.kind == convolution.KIND)
+    shapes, stateful = kv_shapes(model, _probe_ids(model)[:, :2])
+    dense = Decoder(model, model, decoder_layers(model, shapes, stateful), is_fast=False)
     tolerance = max(TOLERANCE, 4 * table_rounding(model))
     with in_float32(model, dense.modules), _narrow_windows(model.config):
         delta = _delta(dense)
@@ -95,6 +96,8 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
         rule = find_rule(model, seen, delta, tolerance)
         if not delta and _adds_positions(dense):
             rule = PositionRule(reason=_ADDED)
+    if stateful:
+        rule = PositionRule(reason=_STATES)
     decoder = _find_decoder(dense, lean, seen)
     if decoder.is_fast:
         keeps = keeps_what_it_reads(decoder, shapes)
@@ -155,20 +158,31 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
 
 
 class _Probe:
-    """Computes every second row over the KV of the others, each layer given the model's input."""
+    """Computes every second row over the KV of the others, each layer given the model's input.
+
+    Where layers keep a state, it computes a beginning instead, and goes on behind it.
+    """
 
     def __init__(self, decoder: Decoder, seen: Recording) -> None:
         self.decoder, self.seen = decoder, seen
-        self.slots = torch.arange(1, _PROBE_TOKENS, 2, device=seen.given.device)
+        device, middle = seen.given.device, _PROBE_TOKENS // 2 + 1
+        self.passes = [torch.arange(1, _PROBE_TOKENS, 2, device=device)]
+        if decoder.keeps_states:
+            spans = (0, middle), (middle, _PROBE_TOKENS)
+            self.passes = [torch.arange(*span, device=device) for span in spans]
+        self.slots = torch.cat(self.passes)
         self.errors: list[float] = []
 
     def run(self) -> list[float]:
         """Each layer's error, then that of the logits, scaled so that `TOLERANCE` bounds it."""
         layers, buffer = self.decoder.modules, self._buffer()
         token_ids = _probe_ids(self.decoder.model)
-        run = RowPass(self.decoder, buffer, token_ids, self.slots, num_logits=1)
-        with entering(layers, self._enter), leaving(layers[-1:], self._leave), run.hooked():
-            found = run.forward().logits[0].float()
+        for slots in self.passes:
+            self.slots, self.errors = slots, []
+            ids = token_ids[:, : int(slots[-1]) + 1]
+            run = RowPass(self.decoder, buffer, ids, slots, num_logits=1)
+            with entering(layers, self._enter), leaving(layers[-1:], self._leave), run.hooked():
+                found = run.forward().logits[0].float()
         for layer in range(len(layers)):
             self.errors[layer] = max(self.errors[layer], self._kv_error(layer, buffer))
         own = self.seen.logits[0]

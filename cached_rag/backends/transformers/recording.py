@@ -122,14 +122,22 @@ class _Listening(DynamicCache):  # type: ignore[misc]
     """Keeps all that is given to it; a plain cache drops what is old of sliding layers.
 
     Attributes:
-        heard: of each layer that keeps something keys and values, (batch, heads, seq_len, dim).
+        heard: keys and values, (batch, heads, seq_len, dim), by layer.
+        convolved: the same of inputs of convolutions.
         stateful: layers that keep a state, which has no length.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.heard: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.convolved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.stateful: set[int] = set()
+
+    @property
+    def kept(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """What layers keep of each token: a convolution before a state belongs to the state."""
+        alone = {i: held for i, held in self.convolved.items() if i not in self.stateful}
+        return alone | self.heard
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
@@ -152,7 +160,7 @@ class _Listening(DynamicCache):  # type: ignore[misc]
         self, conv_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> torch.Tensor:
         inputs = conv_states.transpose(1, 2)[:, None]
-        self.heard[layer_idx] = (inputs[..., :0], inputs)
+        self.convolved[layer_idx] = (inputs[..., :0], inputs)
         return conv_states
 
     def update_recurrent_state(
@@ -162,8 +170,8 @@ class _Listening(DynamicCache):  # type: ignore[misc]
         return recurrent_states
 
 
-def kv_shapes(model: Any, token_ids: torch.Tensor) -> KVShapes:
-    """What the model's layers keep of a token, as they hand it to a cache.
+def kv_shapes(model: Any, token_ids: torch.Tensor) -> tuple[KVShapes, frozenset[int]]:
+    """What the model's layers keep of a token, as they hand it to a cache; which keep a state.
 
     Args:
         token_ids: (1, num_tokens) int64, of any tokens.
@@ -179,28 +187,20 @@ def kv_shapes(model: Any, token_ids: torch.Tensor) -> KVShapes:
             f"{name} could not compute two tokens with a cache ({type(error).__name__}: {error}). "
             f"{REMEDY}"
         ) from error
-    if cache.stateful:
-        raise ModelError(
-            f"{name} keeps states that have no length, in layers {_listed(cache.stateful)} "
-            f"(recurrent layers). {REMEDY}"
-        )
-    if not cache.heard:
+    if not cache.kept:
         raise ModelError(f"{name} hands no keys and values to a cache. {REMEDY}")
     found: list[LayerShape | None] = []
     for layer in range(model.config.get_text_config().num_hidden_layers):
-        keys, values = cache.heard.get(layer, (None, None))
+        keys, values = cache.kept.get(layer, (None, None))
         if keys is None or values is None:
             found.append(None)
             continue
         if keys.ndim != 4 or keys.shape[:3] != values.shape[:3]:
             raise ModelError(f"{name} caches more than keys and values per token. {REMEDY}")
         found.append(LayerShape(keys.shape[1], keys.shape[3], values.shape[3]))
-    keys, values = next(iter(cache.heard.values()))
-    return KVShapes(tuple(found), values.dtype, values.device)
-
-
-def _listed(numbers: set[int]) -> str:
-    return ", ".join(map(str, sorted(numbers)))
+    _, values = next(iter(cache.kept.values()))
+    shapes = KVShapes(tuple(found), values.dtype, values.device)
+    return shapes, frozenset(cache.stateful)
 
 
 def record(
@@ -232,7 +232,7 @@ def record(
         output = model(input_ids=token_ids, use_cache=True, **options)
     found.logits = output.logits[:, -1].float()
     for index in range(len(layers)):
-        keys, values = cache.heard.get(index, (None, None))
+        keys, values = cache.kept.get(index, (None, None))
         found.keys.append(keys)
         found.values.append(values)
     return found

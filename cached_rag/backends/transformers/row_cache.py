@@ -219,7 +219,7 @@ class RowCache(Cache):  # type: ignore[misc]
     def __init__(
         self, buffer: KVBuffer, rows: Rows, entering: int, windows: tuple[int | None, ...]
     ) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=getattr(buffer.states, "layers", []))
         self.buffer = buffer
         self.rows = rows
         self.windows = windows
