@@ -118,11 +118,14 @@ def bench_models(
 
 def methods_of(model: Backend) -> str:
     """Which methods a model can have, in words."""
+    if model.keeps_states:
+        return "exact beginnings, from snapshots of states"
+    batches = "" if model.can_batch else "; no batches"
     if not model.rule.is_movable:
-        return "full, prefix"
+        return f"full, prefix{batches}"
     if not model.can_watch:
-        return "without auto and those that ask the question; no batches"
-    return "all" if model.rule.limit is None else "all; no batches"
+        return f"without auto and those that ask the question{batches}"
+    return f"all{batches}"
 
 
 def _in_a_process(name: str, options: dict[str, Any]) -> ModelRow:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import xxhash
 from huggingface_hub import snapshot_download
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from cached_rag.errors import ModelError, ModelNotFoundError, needs_extra
 from cached_rag.kv.fingerprint import digest
@@ -23,10 +23,25 @@ from cached_rag.kv.fingerprint import digest
 # So many names are enough to see what is missing.
 _SHOWN = 3
 _CONFIG = "adapter_config.json"
+# How files of larger models call the weights of their text half.
+_TEXT_HALF = {
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def load_complete(path: str, name: str, **options: Any) -> Any:
+def text_half(config: Any) -> Any:
+    """The configuration of a model's text half, of one that sees images or hears; else None."""
+    text = config.get_text_config(decoder=True)
+    if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    text.tie_word_embeddings = config.tie_word_embeddings  # files lack a head that is tied
+    return text
+
+
+def load_complete(path: str, name: str, config: Any = None, **options: Any) -> Any:
     """The model as `AutoModelForCausalLM.from_pretrained` loads it, every weight from its files.
 
     transformers fills in missing weights with random numbers and logs a warning.
@@ -34,6 +49,7 @@ def load_complete(path: str, name: str, **options: Any) -> Any:
     Args:
         path: a folder or hub id.
         name: what the user calls the model, for errors.
+        config: see `text_half`; the weights of other halves are not loaded. None for the file's.
         options: others of `from_pretrained`.
 
     Raises:
@@ -42,7 +58,12 @@ def load_complete(path: str, name: str, **options: Any) -> Any:
         OSError, ValueError, ImportError: as transformers raises them.
     """
     model, report = AutoModelForCausalLM.from_pretrained(
-        path, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        path,
+        config=config,
+        key_mapping=_TEXT_HALF,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options,
     )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError(

@@ -28,7 +28,12 @@ from cached_rag.backends.resolve import (
     see_hub,
 )
 from cached_rag.backends.transformers import packing
-from cached_rag.backends.transformers.complete import copied, load_complete, merge_adapter
+from cached_rag.backends.transformers.complete import (
+    copied,
+    load_complete,
+    merge_adapter,
+    text_half,
+)
 from cached_rag.backends.transformers.gguf import convert, put_together
 from cached_rag.backends.transformers.lean import lean_model
 from cached_rag.backends.transformers.model import LanguageModel
@@ -98,10 +103,13 @@ def load_model(
         commit = None if is_local else _commit(path, variant)
         check_config(path, revision=commit, **variant.common)
         config = AutoConfig.from_pretrained(path, revision=commit, **variant.common)
-        keeps_dense = packing.fits_dense(name, config, torch_dtype, device, wanted)
+        text = text_half(config)
+        keeps_dense = packing.fits_dense(name, text or config, torch_dtype, device, wanted)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=commit, **variant.common)
         with _without_bars() if Path(path).is_dir() else nullcontext():
-            model = load_complete(path, name, dtype=torch_dtype, revision=commit, **variant.options)
+            model = load_complete(
+                path, name, text, dtype=torch_dtype, revision=commit, **variant.options
+            )
     except TypeError as error:
         if variant.model_kwargs == "{}":
             raise

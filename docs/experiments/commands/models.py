@@ -33,12 +33,17 @@ def models(
     _print(rows, machine(), as_json=as_json)
 
 
-def architectures(as_json: Json = False) -> None:
+def architectures(
+    families: Annotated[
+        list[str] | None, typer.Argument(help="By transformers' names; none for all.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Which methods each architecture has, or why it is refused; tried on tiny random models."""
     from cached_rag.evaluation.machine import machine
     from docs.experiments.architectures import bench_architectures
 
-    _print(bench_architectures(), machine(), as_json=as_json)
+    _print(bench_architectures(tuple(families or ())), machine(), as_json=as_json)
 
 
 def loading(

@@ -1,0 +1,80 @@
+"""Models that see images: their text half is loaded by itself, and computes what it did there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import VOCAB, random_ids, tiny_tokenizer
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
+
+from cached_rag import Engine, load_model
+from cached_rag.backends.transformers.complete import load_complete, text_half
+from cached_rag.errors import ConfigError
+
+_TEXT = {
+    **{"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0},
+    **{"max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1},
+}
+_IMAGES = {
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "image_size": 28},
+    **{"num_attention_heads": 2, "num_heads": 2, "patch_size": 14, "depth": 2},
+    "out_hidden_size": 64,
+}
+FAMILIES = {
+    "gemma3": {},
+    "gemma4": {
+        **{"global_head_dim": 32, "hidden_size_per_layer_input": 16},
+        "vocab_size_per_layer_input": VOCAB,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "qwen3_5": {
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    },
+    "mistral3": {},
+    "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2},
+}
+
+
+def whole(family):
+    """A tiny model with both halves."""
+    kind = CONFIG_MAPPING[family]
+    plain = AutoConfig.for_model(family)
+    text = type(plain.get_text_config())(**(_TEXT | FAMILIES[family]))
+    vision = plain.vision_config or CONFIG_MAPPING[f"{family}_vision"]()
+    sizes = {name: size for name, size in _IMAGES.items() if hasattr(vision, name)}
+    config = kind(text_config=text.to_dict(), vision_config=type(vision)(**sizes).to_dict())
+    for name in ("image_token_id", "image_token_index", "video_token_id"):
+        if hasattr(config, name):
+            setattr(config, name, 3)
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config).eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_text_half_is_loaded_by_the_folder_and_nothing_else(family, tmp_path):
+    model = whole(family)
+    model.save_pretrained(tmp_path)
+    ids = torch.tensor([random_ids(30, 5)])
+    config = text_half(AutoConfig.from_pretrained(tmp_path))
+    found = load_complete(str(tmp_path), family, config, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        own, alone = (one(input_ids=ids).logits[:, -1] for one in (model, found))
+    assert torch.allclose(alone, own, atol=1e-4)
+    assert found.num_parameters() < model.num_parameters()
+
+
+def test_a_folder_with_both_halves_is_a_model_like_any(tmp_path):
+    whole("gemma3").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype="float32")
+    assert model.can_watch
+    assert type(model.decoder.model).__name__ == "Gemma3ForCausalLM"
+
+
+def test_an_image_in_a_message_is_refused(engine: Engine):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    messages = [{"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]}]
+    with pytest.raises(ConfigError, match="text"):
+        engine.generate(messages, max_tokens=1)
