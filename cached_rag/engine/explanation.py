@@ -18,7 +18,8 @@ from typing import Any, Protocol
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
-from cached_rag.engine.report import Counts, Kind, Report, Span, Trace, TracePart
+from cached_rag.engine.report import Report
+from cached_rag.engine.trace import Counts, Kind, Span, Trace, TracePart
 from cached_rag.errors import ConfigError
 
 MEANING = {

@@ -14,9 +14,10 @@ import torch
 from cached_rag.engine.choice import Choice, check_fits, choose, repair_mark
 from cached_rag.engine.prompt import Prefilling
 from cached_rag.engine.repair import Following, Pieces
-from cached_rag.engine.report import Clock, Coverage
+from cached_rag.engine.report import Clock
 from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
+from cached_rag.engine.trace import Coverage
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVBuffer, LayerLoader, ModuleKV
 from cached_rag.library.plan import Placement, Plan

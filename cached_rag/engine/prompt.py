@@ -19,9 +19,10 @@ from cached_rag.engine.audit import compare
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.profile import profile_key
 from cached_rag.engine.repair import Following, Pieces
-from cached_rag.engine.report import Clock, Coverage, Report, TraceSource
+from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
+from cached_rag.engine.trace import Coverage, TraceSource
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 from cached_rag.library.matching import inner_ids

@@ -16,9 +16,10 @@ from functools import partial
 
 from cached_rag.backends import thread as model_thread
 from cached_rag.engine.decoding import Generation, TokenLogprobs
-from cached_rag.engine.report import Report, Trace, TraceSource
+from cached_rag.engine.report import Report
 from cached_rag.engine.request import Item, Request, Status
 from cached_rag.engine.scheduler import Scheduler
+from cached_rag.engine.trace import Trace, TraceSource
 
 _ONE_WAY = (
     "pieces of this stream were taken in another way before (as an iterator, or asynchronously), "

@@ -166,7 +166,7 @@ def make_steps(
         done = shared + private - 1
         relayed.append(StepInput(RowKV(own, done, [Run(common, 0, shared, 0)]), [0]))
         copied.append(StepInput(RowKV(copy, done), [0]))
-    size = (1, num_heads, batch, shapes.head_dim)
+    size = (1, num_heads, batch, shapes.only.key_dim)
     query = torch.randn(size, dtype=shapes.dtype, device=shapes.device)
     ways = {"relay": relayed, "copied": copied}
     return {name: Step(BatchCache(rows, (None,)), query) for name, rows in ways.items()}
@@ -180,10 +180,10 @@ def _fill(buffer: KVBuffer, begin: int, end: int) -> None:
 def _timed(
     shapes: KVShapes, num_heads: int, batch: int, shared: int, private: int, repeats: int
 ) -> AttentionRow:
-    steps = make_steps(replace(shapes, num_layers=1), num_heads, batch, shared, private)
+    steps = make_steps(replace(shapes, layers=shapes.layers[:1]), num_heads, batch, shared, private)
     ways = {name: step.attend for name, step in steps.items()}
     found = cold_ms(ways, repeats, shapes.device)
-    group = num_heads // shapes.num_kv_heads  # query heads that have the same keys
+    group = num_heads // shapes.only.heads  # query heads that have the same keys
     return AttentionRow(
         batch,
         shared,
@@ -192,8 +192,8 @@ def _timed(
         found["copied"],
         found["copied"] / found["relay"],
         theory(batch, shared, private),
-        intensity(batch * group, shared, shapes.head_dim),
-        intensity(group, shared, shapes.head_dim),
+        intensity(batch * group, shared, shapes.only.key_dim),
+        intensity(group, shared, shapes.only.key_dim),
         steps["relay"].kernels(),
         steps["copied"].kernels(),
     )

@@ -54,11 +54,11 @@ def bench_kernels(
     """
     if min(*tokens, *keys) < 1:
         raise ConfigError("tokens and keys must be at least 1")
-    if shapes.head_dim != shapes.value_dim:
+    if shapes.only.key_dim != shapes.only.value_dim:
         raise ConfigError(
             "the flash kernel takes keys and values of one width, unlike this model's"
         )
-    group = num_heads // shapes.num_kv_heads
+    group = num_heads // shapes.only.heads
     return [
         _timed(shapes, count, count * group, many, repeats) for many in keys for count in tokens
     ]
@@ -66,11 +66,11 @@ def bench_kernels(
 
 def _timed(shapes: KVShapes, tokens: int, rows: int, keys: int, repeats: int) -> KernelRow:
     def draw(count: int) -> torch.Tensor:
-        size = (1, shapes.num_kv_heads, count, shapes.head_dim)
+        size = (1, shapes.only.heads, count, shapes.only.key_dim)
         return torch.randn(size, dtype=shapes.dtype, device=shapes.device)
 
     held = draw(keys), draw(keys)
-    scale = shapes.head_dim**-0.5
+    scale = shapes.only.key_dim**-0.5
     ways = {name: partial(KERNELS[name], draw(rows), *held, scale) for name in _COMPARED}
     flash, matmul = cold_ms(ways, repeats, shapes.device).values()
     return KernelRow(tokens, rows, keys, flash, matmul, flash / matmul, kernel_of(rows, *held))

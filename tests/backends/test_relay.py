@@ -174,16 +174,16 @@ def test_rows_of_a_slab_are_attended_together(dtype):
     system = kv(20, 1, dtype)
     seen = slice(1, 5)
     together = Padded(
-        slab.keys[0, seen],
-        slab.values[0, seen],
-        mask_of(spans, 1, 4, slab.keys),
+        slab.whole.keys[0, seen],
+        slab.whole.values[0, seen],
+        mask_of(spans, 1, 4, slab.whole.keys),
         torch.tensor([3, 0, 1]),
         torch.tensor([0, 1, 3]),
     )
     other = kv(9, 2, dtype)
     private = [together, Part(*other, slice(2, 3))]
     relayed = relay_attention(query, [Part(*system)], private)
-    sides = [(slab.keys[0, row], slab.values[0, row]) for row in range(5)]
+    sides = [(slab.whole.keys[0, row], slab.whole.values[0, row]) for row in range(5)]
     runs = [
         [side[None, :, 5:40] for side in sides[2]],
         [side[None, :, 0:3] for side in sides[4]],

@@ -158,7 +158,7 @@ class Slow:
 def test_a_loader_gives_layers_in_order_and_hands_errors_over():
     model = tiny_model("llama")
     buffer = KVBuffer.like(model.shapes, 8)
-    shape = (model.shapes.num_layers, model.shapes.num_kv_heads, 3, model.shapes.head_dim)
+    shape = (model.shapes.num_layers, model.shapes.only.heads, 3, model.shapes.only.key_dim)
     kv = ModuleKV((1, 2, 3), 0, torch.randn(shape), torch.randn(shape))
     source = Slow(kv)
     loader = LayerLoader(buffer, [Placement(2, source, is_exact=False)], model.rule)

@@ -1,0 +1,254 @@
+"""What became of each of a prompt's tokens, as a record that holds no KV.
+
+`Coverage` is noted while a prompt is prefilled, in a few array operations. An answer has it in a
+`TraceSource`, and the readable `Trace` is made of that when somebody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cached_rag.backends.prompt_text import Tokens
+from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.engine.profile import ProfileKey, kept_profile
+from cached_rag.library.matching import Match
+from cached_rag.library.plan import Plan
+from cached_rag.library.shelf import Origin
+from cached_rag.methods import Layout, Selector, Takes
+
+Counts = dict["Kind", int]
+
+
+class Kind(Enum):
+    """What became of a token. The first three are the report's `cached_tokens`."""
+
+    IN_PLACE = "in place"  # KV of the same text behind the same text, used as it is
+    MOVED = "moved"  # KV that was computed behind other text, used as it is
+    IN_PART = "in part"  # that, but the method computed its first layers again
+    REPAIRED = "repaired"  # there was KV, and every layer was computed again
+    COMPUTED = "computed"  # there was no KV that the method uses
+
+
+_KINDS = tuple(Kind)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Neighbouring tokens of one kind and one part.
+
+    Attributes:
+        begin, end: characters in `Trace.text`; equal for tokens without text of their own.
+        tokens: how many.
+        part: index in `Trace.parts`; None for text between them.
+    """
+
+    begin: int
+    end: int
+    tokens: int
+    kind: Kind
+    part: int | None
+
+
+@dataclass(frozen=True)
+class TracePart:
+    """A chunk in a prompt, or other text that KV was taken for.
+
+    Attributes:
+        digest: of the chunk's text; empty for no chunk.
+        name: of a schema's module; else empty.
+        state: "hit", "missed" (it has no KV) or "unused" (its KV is none that the method takes).
+        counts: how many of its tokens became what.
+        origin: where its KV came from; None if none was used.
+        moved_by: positions that its keys were moved by.
+    """
+
+    digest: str
+    name: str
+    state: str
+    counts: Counts
+    origin: Origin | None = None
+    moved_by: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return sum(self.counts.values())
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What became of a prompt.
+
+    Attributes:
+        text: the prompt's, with the chat template applied.
+        spans: in order, without gaps: their texts joined are `text`.
+        parts: in order.
+        full_ms: estimated milliseconds to compute all of it, by a profile that was measured for
+            this model on this machine; None if there is no such profile.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+    parts: tuple[TracePart, ...]
+    full_ms: float | None = None
+
+    @property
+    def counts(self) -> Counts:
+        """How many of the prompt's tokens became what; as many in all as it has."""
+        return {kind: sum(span.tokens for span in self.spans if span.kind is kind) for kind in Kind}
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A placement without its KV."""
+
+    begin: int
+    end: int
+    moved_by: int
+    origin: Origin
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Coverage:
+    """Where the KV of a prompt's tokens came from, and what was computed.
+
+    Attributes:
+        kinds: (seq_len,) uint8, indices into `Kind`'s members.
+    """
+
+    kinds: npt.NDArray[np.uint8]
+    uses: tuple[_Use, ...]
+    matches: tuple[Match, ...]
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        rows: torch.Tensor | None = None,
+        method: Selector | None = None,
+        layout: Layout | None = None,
+    ) -> Coverage:
+        """What is so of a prompt that is prefilled.
+
+        Args:
+            plan: which KV is used.
+            rows: (num_rows,) int64 slots that are computed in every layer; None for those alone
+                that have no KV.
+            method, layout: by which a method's first layers have other rows; None if they do not.
+        """
+        kinds = np.full(plan.num_tokens, _KINDS.index(Kind.COMPUTED), dtype=np.uint8)
+        for place in plan.placements:
+            kind = Kind.IN_PLACE if place.is_exact else Kind.MOVED
+            kinds[place.begin : place.end] = _KINDS.index(kind)
+        if method is not None and layout is not None and method.check_layers(layout):
+            entered = (method.first_rows(layout) & layout.reused).numpy()
+            kinds[entered] = _KINDS.index(Kind.IN_PART)
+        uses = tuple(
+            _Use(place.begin, place.end, plan.delta(place), place.origin, place.name)
+            for place in plan.placements
+        )
+        looks_for_kv = method is None or method.takes is not Takes.NOTHING
+        found = cls(kinds, uses, plan.matches if looks_for_kv else ())
+        if rows is not None:
+            known = torch.from_numpy(kinds != _KINDS.index(Kind.COMPUTED))
+            found.repair(rows.cpu()[known[rows.cpu()]])
+        return found
+
+    def repair(self, rows: torch.Tensor) -> None:
+        """Note (num_rows,) slots, all of tokens with KV, that were computed again."""
+        self.kinds[rows.cpu().numpy()] = _KINDS.index(Kind.REPAIRED)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """(num_rows,) int64 slots of the tokens that were computed in every layer."""
+        whole = [_KINDS.index(kind) for kind in (Kind.COMPUTED, Kind.REPAIRED)]
+        return torch.from_numpy(np.flatnonzero(np.isin(self.kinds, whole)))
+
+    def trace(self, source: TraceSource) -> Trace:
+        """The readable record."""
+        tokens, text = source.tokens, source.text
+        parts = sorted(self._parts(), key=lambda one: one[0])
+        owners = np.full(len(self.kinds), -1)
+        for index, (begin, end, _) in enumerate(parts):
+            owners[begin:end] = index
+        changes = (np.diff(self.kinds) != 0) | (np.diff(owners) != 0)
+        cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(self.kinds)]
+        if tokens.ends[-1]:
+            edges = [*accumulate((tokens.starts[cut] for cut in cuts[1:-1]), max, initial=0)]
+            edges.append(len(text))
+        else:
+            pieces = source.tokenization.texts(tokens.ids, cuts)
+            edges, text = [*accumulate(map(len, pieces), initial=0)], "".join(pieces)
+        spans = tuple(
+            Span(
+                *(edges[i], edges[i + 1], cuts[i + 1] - first),
+                _KINDS[self.kinds[first]],
+                int(owners[first]) if owners[first] >= 0 else None,
+            )
+            for i, first in enumerate(cuts[:-1])
+        )
+        profile = kept_profile(source.profile_key)
+        full_ms = None if profile is None else profile.compute_s(len(tokens)) * 1000
+        return Trace(text, spans, tuple(part for _, _, part in parts), full_ms)
+
+    def _parts(self) -> Iterator[tuple[int, int, TracePart]]:
+        """The chunks, and other runs of tokens with KV: (first token, token after the last, it)."""
+        for match in self.matches:
+            found = max(self.uses, key=lambda use: _common(use, match), default=None)
+            used = found if found is not None and _common(found, match) > 0 else None
+            name = match.chunk.text_digest
+            state = "hit" if used else "unused" if match.encoded_after else "missed"
+            yield match.begin, match.end, self._part(match.begin, match.end, used, name, state)
+        for use in self.uses:
+            if all(_common(use, match) <= 0 for match in self.matches):
+                yield use.begin, use.end, self._part(use.begin, use.end, use)
+
+    def _part(
+        self, begin: int, end: int, use: _Use | None, name: str = "", state: str = "hit"
+    ) -> TracePart:
+        found = np.bincount(self.kinds[begin:end], minlength=len(_KINDS)).tolist()
+        counts = dict(zip(_KINDS, found, strict=True))
+        if use is None:
+            return TracePart(name, "", state, counts)
+        return TracePart(name, use.name, state, counts, use.origin, use.moved_by)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TraceSource:
+    """What a trace is made of: of an engine the tokenizer alone, so that the rest can be freed.
+
+    Attributes:
+        tokens, text: the prompt's. Where tokens have no offsets, as those of a schema's prompt, the
+            text is put together from them.
+        profile_key: of the model's profile on this machine.
+    """
+
+    coverage: Coverage
+    tokens: Tokens
+    text: str
+    tokenization: Tokenization
+    profile_key: ProfileKey
+
+    @cached_property
+    def trace(self) -> Trace:
+        """Made when it is first asked for."""
+        return self.coverage.trace(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process goes the trace, not the tokenizer."""
+        return {"trace": self.trace}
+
+
+def _common(use: _Use, match: Match) -> int:
+    """How many tokens a placement and a chunk have in common; not positive if none."""
+    return min(use.end, match.end) - max(use.begin, match.begin)
