@@ -20,7 +20,7 @@ from cached_rag.backends.transformers.kernels import Scoring, kernel_of
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.evaluation.summary import new_figure, save
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import KVShapes
+from cached_rag.kv.layers import KVShapes, even
 from cached_rag.kv.rows import RowKV, Run, Slabs
 from docs.experiments.cold import cold_ms
 
@@ -161,8 +161,8 @@ def make_steps(
             (own.keys, common.keys, copy.keys),
             (own.values, common.values, copy.values),
         ):
-            whole[..., :shared, :] = held
-            whole[..., shared : shared + private, :] = side[..., :private, :]
+            even(whole)[..., :shared, :] = even(held)
+            even(whole)[..., shared : shared + private, :] = even(side)[..., :private, :]
         done = shared + private - 1
         relayed.append(StepInput(RowKV(own, done, [Run(common, 0, shared, 0)]), [0]))
         copied.append(StepInput(RowKV(copy, done), [0]))
@@ -174,7 +174,7 @@ def make_steps(
 
 def _fill(buffer: KVBuffer, begin: int, end: int) -> None:
     for side in (buffer.keys, buffer.values):
-        side[..., begin:end, :].normal_()
+        even(side)[..., begin:end, :].normal_()
 
 
 def _timed(
