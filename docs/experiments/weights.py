@@ -119,8 +119,8 @@ def _timed(models: dict[str, LanguageModel], repeats: int) -> dict[str, dict[str
 
     def prepared(model: LanguageModel) -> RowKV:
         row = RowKV(KVBuffer.like(model.shapes, _CONTEXT + 1), _CONTEXT)
-        row.own.keys.normal_()
-        row.own.values.normal_()
+        even(row.own.keys).normal_()
+        even(row.own.values).normal_()
         return row
 
     def step(model: LanguageModel, row: RowKV) -> dict[str, float]:
