@@ -20,14 +20,7 @@ from cached_rag.cli.options import (
     answering,
     with_settings,
 )
-from cached_rag.cli.terminal import (
-    Json,
-    err,
-    out,
-    print_answer,
-    print_json,
-    print_pieces,
-)
+from cached_rag.cli.terminal import Json, err, out, print_answer, print_json, print_pieces
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, PMLError
 

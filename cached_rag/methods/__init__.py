@@ -11,8 +11,7 @@ from cached_rag.methods.epic import Epic
 from cached_rag.methods.infoflow import InfoFlow
 from cached_rag.methods.parse import UnionSelector, has_own_ratio, parse_method, spelled
 from cached_rag.methods.prophetkv import ProphetKV
-from cached_rag.methods.random_rows import Random
-from cached_rag.methods.reuse import Full, Prefix, Reuse
+from cached_rag.methods.reuse import Full, Prefix, Random, Reuse
 
 __all__ = [
     "A3",

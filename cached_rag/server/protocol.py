@@ -7,22 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
 
-from cached_rag.server.forms import (
-    CalledTool,
-    Choice,
-    Offered,
-    ResponseFormat,
-    Strict,
-    chosen,
-)
+from cached_rag.server.forms import CalledTool, Choice, Offered, ResponseFormat, Strict, chosen
 
 _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.

@@ -20,6 +20,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.evaluation.summary import Interval, bootstrap
 from cached_rag.evaluation.timing import medians, milliseconds
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import even
 from cached_rag.kv.rows import RowKV
 
 # Tokens of a text that are prefilled, and those behind them that are decoded and scored.

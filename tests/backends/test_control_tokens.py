@@ -7,15 +7,7 @@ import random
 import pytest
 from conftest import CHUNKS, NEW_PROMPTS, random_ids, smollm2, tiny_model
 from controls import CONTROLS, TEXTS, TOKENIZER, made
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from cached_rag import Engine, Report
 from cached_rag.backends.prompt_text import Rendered, reach_of

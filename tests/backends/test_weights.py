@@ -17,13 +17,7 @@ from torch import nn
 from cached_rag import ConfigError, load_model
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers import packing
-from cached_rag.backends.transformers.groups import (
-    GROUP,
-    Groups,
-    from_blocks,
-    grouped,
-    joined,
-)
+from cached_rag.backends.transformers.groups import GROUP, Groups, from_blocks, grouped, joined
 from cached_rag.backends.transformers.packing import (
     FewBitLinear,
     Int4Linear,

@@ -14,12 +14,7 @@ from llama_index.llms.cached_rag import CachedRAGLLM
 from served import NAME, serving
 from typer.testing import CliRunner
 
-from cached_rag import (
-    ConfigError,
-    Engine,
-    GenerationConfig,
-    StoreConfig,
-)
+from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.cli.main import app
 from cached_rag.engine.decoding import answer_alone

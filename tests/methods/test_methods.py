@@ -9,13 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from conftest import alike, plain_logits, random_ids, tiny_model
-from modules import (
-    TOLERANCE,
-    WATCHED,
-    assembled,
-    copy,
-    garbage,
-)
+from modules import TOLERANCE, WATCHED, assembled, copy, garbage
 
 from cached_rag import ConfigError, GenerationConfig
 from cached_rag.backends.transformers.attention import Rows

@@ -376,15 +376,15 @@ def attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers' attention functions do, whose arguments and result it has."""
+    sinks: torch.Tensor | None = kwargs.get("s_aux")
     state = _ACTIVE.get()
-    if state is None and (softcap is not None or s_aux is not None):
+    if state is None and (softcap is not None or sinks is not None):
         mask = _causal_mask(query, key) if attention_mask is None else attention_mask
         output = kernels.plain_attention(
-            query, key, value, mask, Scoring(scaling, softcap=softcap, sinks=s_aux)
+            query, key, value, mask, Scoring(scaling, softcap=softcap, sinks=sinks)
         )
         return output.transpose(1, 2).contiguous(), None
     if state is None:
@@ -393,7 +393,7 @@ def attention(
         )
         return output, None
     layer: int = module.layer_idx  # type: ignore[assignment]
-    how = Scoring(scaling, state.windows[layer], softcap, s_aux)
+    how = Scoring(scaling, state.windows[layer], softcap, sinks)
     state.observe(layer, query, key, how)
     output = state.rows.attend(query, key, value, how)
     return output.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it

@@ -23,11 +23,11 @@ from cached_rag.backends.transformers.attention import (
     attending,
     relay_attention,
 )
-from cached_rag.backends.transformers.convolution import windows_before
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.kernels import Scoring, attend, first_seen
 from cached_rag.backends.transformers.prefill import prefill_rows
 from cached_rag.backends.transformers.row_cache import Drift
+from cached_rag.backends.transformers.states import windows_before
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import KVShapes, by_layer, stacks_of
@@ -263,7 +263,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         return output
 
     def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
-        """See `convolution.Preceding`."""
+        """See `states.Preceding`."""
         values = inputs[:, None]
         self.update(values[..., :0], values, layer)
         found = inputs.new_empty(1, inputs.shape[1], count + 1, inputs.shape[2])

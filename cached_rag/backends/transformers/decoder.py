@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from cached_rag.backends.transformers import convolution
+from cached_rag.backends.transformers import states
 from cached_rag.backends.transformers.kernels import Chunks
 from cached_rag.errors import ModelError
 from cached_rag.kv.layers import KVShapes, LayerShape
@@ -54,7 +54,7 @@ class DecoderLayer:
     @property
     def is_known(self) -> bool:
         """Whether this library can compute it for scattered rows; else the model itself must."""
-        return (self.attends or self.kind == convolution.KIND) and not self.is_stateful
+        return (self.attends or self.kind == states.CONVOLUTION) and not self.is_stateful
 
 
 def decoder_layers(

@@ -25,12 +25,7 @@ from transformers.integrations.gguf import is_gguf_arch_supported
 
 from cached_rag.backends.transformers.complete import load_complete
 from cached_rag.backends.transformers.gguf_rope import ROTATIONS, refuse_scaling, set_rotation
-from cached_rag.backends.transformers.groups import (
-    Groups,
-    StoredConfig,
-    fits_groups,
-    from_blocks,
-)
+from cached_rag.backends.transformers.groups import Groups, StoredConfig, fits_groups, from_blocks
 from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.errors import ModelError
 

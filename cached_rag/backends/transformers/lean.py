@@ -22,13 +22,7 @@ from transformers import Cache
 
 from cached_rag.backends.transformers.attention import attention
 from cached_rag.backends.transformers.decoder import HeadShapes, decoder_layers, head_shapes
-from cached_rag.backends.transformers.groups import (
-    Groups,
-    StoredLinear,
-    form_of,
-    joined,
-    keep,
-)
+from cached_rag.backends.transformers.groups import Groups, StoredLinear, form_of, joined, keep
 from cached_rag.backends.transformers.packing import dense_of
 
 Rotary = tuple[torch.Tensor, torch.Tensor]

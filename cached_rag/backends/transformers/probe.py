@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from cached_rag.backends.transformers import attention, convolution
+from cached_rag.backends.transformers import attention
 from cached_rag.backends.transformers.batch import keeps_what_it_reads
-from cached_rag.backends.transformers.convolution import convolve_rows
 from cached_rag.backends.transformers.decoder import (
     REMEDY,
     Decoder,
@@ -37,6 +36,7 @@ from cached_rag.backends.transformers.recording import (
     leaving,
     record,
 )
+from cached_rag.backends.transformers.states import CONVOLUTION, convolve_rows
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import KVShapes, LayerShape
@@ -86,7 +86,7 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
             something other than keys and values.
     """
     attention.register()
-    convolve_rows(one.module for one in decoder_layers(model) if one.kind == convolution.KIND)
+    convolve_rows(one.module for one in decoder_layers(model) if one.kind == CONVOLUTION)
     shapes, stateful = kv_shapes(model, _probe_ids(model)[:, :2])
     dense = Decoder(model, model, decoder_layers(model, shapes, stateful), is_fast=False)
     tolerance = max(TOLERANCE, 4 * table_rounding(model))

@@ -19,8 +19,8 @@ import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from transformers import Cache
 
 from cached_rag.backends.transformers.attention import Rows
-from cached_rag.backends.transformers.convolution import windows_before
 from cached_rag.backends.transformers.kernels import Scoring, capped, centre_of, first_seen, softmax
+from cached_rag.backends.transformers.states import windows_before
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import Layout, QuestionSelector
 
@@ -251,7 +251,7 @@ class RowCache(Cache):  # type: ignore[misc]
         return keys[:, :, : self.rows.length], values[:, :, : self.rows.length]
 
     def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
-        """See `convolution.Preceding`."""
+        """See `states.Preceding`."""
         values = inputs[:, None]
         self.update(values[..., :0], values, layer)
         return windows_before(self.buffer.values[layer], self.rows.slots, count)

@@ -8,14 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cached_rag.cli.options import Loading, Model, numbers
-from cached_rag.cli.terminal import (
-    Json,
-    out,
-    plain,
-    print_json,
-    print_machine,
-    print_table,
-)
+from cached_rag.cli.terminal import Json, out, plain, print_json, print_machine, print_table
 from cached_rag.config import DEFAULT_MODEL
 
 _PRICE = "Dollars for a GB for a month"

@@ -11,15 +11,7 @@ import typer
 from rich.progress import Progress
 
 from cached_rag.cli.options import Loading, Model, names, numbers
-from cached_rag.cli.terminal import (
-    Json,
-    err,
-    out,
-    plain,
-    print_json,
-    print_machine,
-    print_table,
-)
+from cached_rag.cli.terminal import Json, err, out, plain, print_json, print_machine, print_table
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from docs.experiments.commands import Loaded, Methods, NewTokens, Plot, Repeats
