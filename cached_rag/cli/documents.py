@@ -123,7 +123,7 @@ def ingest_command(
         Given,
         OptionsOf(
             (IndexConfig, ModelConfig, StoreConfig, DocumentLimits),
-            shown=("chunk_tokens", "codec", "context", "search", "device", "remote"),
+            shown=("chunk_tokens", "codec", "first_exact", "search", "device", "remote"),
             but=NOT_OF_AN_INDEX,
             environment=ENVIRONMENT,
         ),

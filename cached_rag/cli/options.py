@@ -248,11 +248,11 @@ Loading = Annotated[
 # What a form, or a method that is being studied, needs stands in programs.
 _OF_PROGRAMS = ("grammar", "check_layer", "gradual", "logprobs", "ignore_eos")
 # What the first ingestion of an index settles.
-SETTLED = ("embedding", "chunk_tokens", "codec", "context", "system")
+SETTLED = ("embedding", "chunk_tokens", "codec", "primers", "first_exact", "system")
 ENVIRONMENT = {"remote": "CACHED_RAG_REMOTE"}
 # What an index has in its own folder. The key comes from the environment: others see what a command
 # is given.
-NOT_OF_AN_INDEX = ("path", "namespace", "primers", "first_exact", "signing_key", "model_kwargs")
+NOT_OF_AN_INDEX = ("path", "namespace", "signing_key", "model_kwargs")
 
 
 def filters(where: list[str]) -> dict[str, list[str]]:

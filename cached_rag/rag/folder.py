@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, IndexMismatchError, StoreError
 from cached_rag.kv.holdings import forget, held_bytes
-from cached_rag.options import check_types
+from cached_rag.options import check_types, require
 from cached_rag.rag.answer import Prompts
 from cached_rag.rag.chunks import DEFAULT_EMBEDDING, Embedder, Embeddings, Reranker
 from cached_rag.rag.index import RECALLED, DocumentIndex
@@ -42,28 +42,30 @@ class IndexConfig:
         embedding: the model that embeds: a hub id, a folder or an alias of sentence-transformers.
         chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
         codec: how KV is kept on disk: "raw", or "int8" for half of it (docs/store.md).
-        context: what chunks are encoded behind, besides the prompt's head: "primer" (some neutral
-            text), "none", "both" of these (the first chunk of a prompt is exact then),
-            "primer:3" or "both:3" (the mean behind three such texts, in three passes instead of
-            one). "both" takes a pass more, and twice the disk; see docs/methods.md.
+        primers: in how many passes a chunk is encoded, each behind another neutral text, 1 to 3;
+            their mean is kept (docs/methods.md).
+        first_exact: encode chunks behind the prompt's head alone, too, so that the first chunk of a
+            prompt is exact: a pass more, and twice the disk.
         system: the system prompt that questions are asked under; empty for none.
         search: how chunks are found: by "vectors" (what is meant), by "words" (BM25: part numbers,
             names), or "hybrid" by both. Each `open` may choose anew.
 
     Raises:
-        ConfigError: a context, or a way to search, that does not exist.
+        ConfigError: a number of primers, or a way to search, that does not exist.
     """
 
     embedding: str = DEFAULT_EMBEDDING
     chunk_tokens: int = 256
     codec: str = "raw"
-    context: str = "both"
+    primers: int = 1
+    first_exact: bool = False
     system: str = SYSTEM
     search: str = "vectors"
 
     def __post_init__(self) -> None:
         check_types(self)
-        _parsed(self.context)
+        most = MOST_PRIMERS
+        require(1 <= self.primers <= most, f"there are 1 to {most} primers, not {self.primers}")
         if self.search not in SEARCHES:
             raise ConfigError(f"search {self.search!r} is not one of {', '.join(SEARCHES)}")
 
@@ -130,34 +132,15 @@ def as_kept(settings: Mapping[str, object]) -> dict[str, str]:
     return {name: "" if value is None else str(value) for name, value in settings.items()}
 
 
-def contexts(text: str) -> tuple[Context | None, ...]:
-    """What chunks are encoded behind, besides the prompt's head, one pass for each.
+def contexts(settings: Mapping[str, str]) -> tuple[Context | None, ...]:
+    """What an index's settings have chunks encoded behind, besides the prompt's head, a pass each.
 
-    Args:
-        text: the setting; None among the results stands for nothing.
-
-    Raises:
-        ConfigError: a context that does not exist.
+    None among them stands for nothing.
     """
     from cached_rag.library.encode import primer  # with PyTorch, which `list` needs not
 
-    kind, count = _parsed(text)
-    if kind == "none":
-        return (None,)
-    return (primer(count), None) if kind == "both" else (primer(count),)
-
-
-def _parsed(text: str) -> tuple[str, int]:
-    """The kind of context and the number of primers."""
-    kind, _, number = text.partition(":")
-    count = int(number) if number.isdecimal() else int(text in ("primer", "both"))
-    is_known = kind in ("primer", "both") and 1 <= count <= MOST_PRIMERS
-    if not is_known and text != "none":
-        raise ConfigError(
-            f"context {text!r} is not one of none, primer, both, primer:n, both:n (n from 1 to "
-            f"{MOST_PRIMERS})"
-        )
-    return kind, count
+    mean = primer(int(settings["primers"]))
+    return (mean, None) if settings["first_exact"] == str(True) else (mean,)
 
 
 DEFAULTS = as_kept(
@@ -225,7 +208,7 @@ class IndexFolder:
     @property
     def contexts(self) -> tuple[Context | None, ...]:
         """What chunks are encoded behind, besides the prompt's head."""
-        return contexts(self.settings["context"])
+        return contexts(self.settings)
 
     @property
     def engine(self) -> Engine:

@@ -41,7 +41,7 @@ _MODULES = (
 SETTINGS = (IndexConfig, Reranking, ModelConfig, StoreConfig, BatchConfig, DocumentLimits)
 # What of a model is not the index's to remember, as it is the machine's or the application's.
 _THE_MACHINES = ("device", "model_kwargs", "chat_template_kwargs")
-_NOT_OF_AN_INDEX = ("path", "namespace", "primers", "first_exact")
+_NOT_OF_AN_INDEX = ("path", "namespace")
 
 
 @dataclass(frozen=True)
@@ -452,8 +452,7 @@ def _check_that_apply(
     """
     if own := [name for name in _NOT_OF_AN_INDEX if name in store]:
         raise ConfigError(
-            f"{', '.join(own)}: an index keeps its KV in its own folder, for itself, and `context` "
-            "says what chunks are encoded behind; leave it out"
+            f"{', '.join(own)}: an index keeps its KV in its own folder, for itself; leave it out"
         )
     if engine is None:
         return

@@ -61,7 +61,7 @@ class Preparation:
         chunk_tokens = int(settings["chunk_tokens"])
         self.engine, self.embedder = engine, embedder
         self.splitter = Splitter(count_tokens, chunk_tokens)
-        self.contexts = contexts(settings["context"])
+        self.contexts = contexts(settings)
         self._head = Prompts(engine, settings["system"]).head()
         _check_fits(engine, self._head, chunk_tokens)
 

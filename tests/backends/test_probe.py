@@ -10,7 +10,7 @@ import torch
 from conftest import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cached_rag.backends.transformers import probe
+from cached_rag.backends.transformers import attention, probe
 from cached_rag.backends.transformers.attention import Rows
 from cached_rag.errors import ModelError
 
@@ -129,6 +129,19 @@ def test_masks_that_are_off_by_one_stand_out(name, dtype, shift, monkeypatch):
 
     monkeypatch.setattr(Rows, "_mask", shifted)
     assert probe.deviation(decoder, seen)[0] > probe.TOLERANCE * 10
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4"])
+def test_a_missing_sink_and_a_chunk_taken_for_a_window_stand_out(name, monkeypatch):
+    found, seen = seen_by(model_of(name, "float32"))
+    assert probe.deviation(found.decoder, seen)[0] < probe.TOLERANCE / 10
+    scoring = attention.Scoring
+
+    def wrong(scale, window, softcap, sinks):
+        return scoring(scale, window and int(window), softcap)
+
+    monkeypatch.setattr(attention, "Scoring", wrong)
+    assert probe.deviation(found.decoder, seen)[0] > probe.TOLERANCE * 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

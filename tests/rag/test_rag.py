@@ -20,7 +20,7 @@ from cached_rag.errors import (
     ModelNotFoundError,
     StoreFullError,
 )
-from cached_rag.library.encode import PRIMER, primer
+from cached_rag.library.encode import primer
 from cached_rag.library.library import Library
 from cached_rag.rag.answer import Prompts
 
@@ -30,7 +30,7 @@ def ingest(rag, path, **options):
 
 
 def test_ingest_ask_and_ask_again(opened, docs):
-    rag = opened(context="none")
+    rag = opened(first_exact=True)
     summary = ingest(rag, docs)
     assert (summary.added, summary.encoded, summary.skipped) == (3, 3, ())
     answer = rag.ask("Why does copper turn green in the air?", k=2, max_tokens=6)
@@ -80,7 +80,7 @@ def test_bounds_reach_the_store(tmp_path):
         ({"max_rows": 1}, "max_rows: the engine"),
         ({"first_exact": True}, "first_exact: an index keeps"),
         ({"memroy_bytes": 1000}, "did you mean memory_bytes"),
-        ({"context": "everything"}, "context 'everything' is not one of"),
+        ({"primers": 9}, "there are 1 to 3 primers, not 9"),
     ],
 )
 def test_a_setting_that_cannot_apply_is_refused(tmp_path, engine, given, said):
@@ -208,21 +208,21 @@ def test_a_typo_binds_no_index(opened, docs, tmp_path, monkeypatch):
 
 
 def test_an_emptied_index_may_be_made_anew(opened, docs):
-    rag = opened(context="none")
+    rag = opened(first_exact=True)
     ingest(rag, docs)
     for file in docs.iterdir():
         file.unlink()
     assert ingest(rag, docs, delete_missing=True).deleted == 3
     (docs / "a.txt").write_text(CHUNKS[0])
-    other = opened(context="both")
+    other = opened(primers=2)
     assert ingest(other, docs).added == 1
-    assert other.index.settings()["context"] == "both"
-    with pytest.raises(IndexMismatchError, match="context 'both', not 'none'"):
+    assert other.index.settings()["primers"] == "2"
+    with pytest.raises(IndexMismatchError, match="primers '2', not '1'"):
         ingest(rag, docs)
 
 
 def test_of_two_first_ingests_with_different_settings_one_is_refused(opened, docs, monkeypatch):
-    first, second = opened(context="none"), opened(context="both")
+    first, second = opened(), opened(first_exact=True)
     embed, was_late = WordEmbedding.embed, []
 
     def embedding_late(self, texts):
@@ -287,26 +287,19 @@ def test_a_prompt_that_surely_fits_is_tokenised_once(opened, docs, monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("context", ["primer", "primer:2", "none", "both", "both:2"])
-def test_an_index_keeps_how_it_encodes(context, opened, docs):
-    rag = opened(context=context)
+@pytest.mark.parametrize("primers", [1, 2])
+@pytest.mark.parametrize("first_exact", [False, True])
+def test_an_index_keeps_how_it_encodes(primers, first_exact, opened, docs):
+    rag = opened(primers=primers, first_exact=first_exact)
     rag.ingest(docs, progress=False)
     names = {behind.context for behind in rag.engine.library.encoded_after()}
-    one, two = PRIMER.name, primer(2).name
-    behind = {"primer": one, "both": one, "primer:2": two, "both:2": two, "none": ""}
-    last = behind.get(context, context)
-    assert names == ({"", last} if context.startswith("both") else {last})
+    own = primer(primers).name
+    assert names == ({"", own} if first_exact else {own})
     assert rag.ask("What turns green?", k=2, method="reuse", max_tokens=2).report.modules_hit == 2
 
 
-@pytest.mark.parametrize("context", ["primer:0", "primer:4", "primer:", "both:x", "all"])
-def test_a_context_that_does_not_exist_is_an_error(context, opened):
-    with pytest.raises(ConfigError, match="primer:n, both:n"):
-        opened(context=context)
-
-
 def test_a_model_without_a_chat_template_is_given_a_page_to_go_on_with(opened, docs, monkeypatch):
-    rag = opened(context="none")
+    rag = opened(first_exact=True)
     tokenization = rag.engine.tokenization
     monkeypatch.setattr(tokenization.tokenizer, "chat_template", None)
     ingest(rag, docs)
@@ -332,7 +325,7 @@ def test_chunks_too_short_to_be_modules_are_not_introduced_anew_by_each_question
 ):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.txt").write_text("Copper is green.")
-    rag = opened(context="none")
+    rag = opened(first_exact=True)
     ingest(rag, tmp_path / "docs")
     rag.ask("Why is copper green?", max_tokens=2)
     monkeypatch.setattr(Engine, "register", lambda *_: pytest.fail("registered again"))

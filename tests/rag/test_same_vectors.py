@@ -39,7 +39,7 @@ class Wider(WordEmbedding):
 
 
 def rag_with(opened, embedding):
-    rag = opened(context="none")
+    rag = opened(first_exact=True)
     rag._folder._embedder = embedding
     return rag
 

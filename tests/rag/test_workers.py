@@ -70,9 +70,9 @@ def opened(tmp_path, model_folder):
         rag.close()
 
 
-@pytest.mark.parametrize("context", ["none", "primer", "both"])
-def test_the_index_is_the_one_that_a_single_process_makes(opened, docs, context):
-    alone, helped = opened("alone", context=context), opened("helped", context=context)
+@pytest.mark.parametrize("how", [{}, {"first_exact": True, "primers": 2}], ids=str)
+def test_the_index_is_the_one_that_a_single_process_makes(opened, docs, how):
+    alone, helped = opened("alone", **how), opened("helped", **how)
     here = Here()
     wanted, found = ingest(alone, docs), ingest(helped, docs, ray=here)
     assert replace(found, seconds=0) == replace(wanted, seconds=0)
