@@ -42,6 +42,8 @@ SETTINGS = (IndexConfig, Reranking, ModelConfig, StoreConfig, BatchConfig, Docum
 # What of a model is not the index's to remember, as it is the machine's or the application's.
 _THE_MACHINES = ("device", "model_kwargs", "chat_template_kwargs")
 _NOT_OF_AN_INDEX = ("path", "namespace")
+# Settings of a store that an index has for itself, whichever engine it is given.
+_THE_INDEXES = ("primers", "first_exact")
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class CachedRAG:
         if embedding is not None:
             options["embedding"] = getattr(embedding, "name", embedding)
         index, ranking, how, store, batch, limits = parted(options, *SETTINGS)
+        store = {name: given for name, given in store.items() if name not in _THE_INDEXES}
         _check_that_apply(model, engine, [*_given(how | store | batch)], store)
         root = _folder(path)
         how, index = _given(how), _given(index)
