@@ -122,7 +122,7 @@ def test_a_stream_that_the_collector_ends_amid_the_look_up_waits_for_nobody(monk
         request = engine.prefill(f"{text}\n\nWho?", max_tokens=4)
         left = [engine.stream("Another question, of a client that left?", max_tokens=200)]
         next(left[0])
-        real = settling.xxh3_128
+        real = idle.xxh3_128
 
         class Collected:
             """A digest, in the midst of which a stream is dropped, as by the collector."""
