@@ -62,39 +62,17 @@ __all__ = [
 ]
 
 _PLACES = {
-    "backends.transformers.loading": (
-        "load_model",
-        "wrap_model",
-    ),
-    "config": (
-        "BatchConfig",
-        "GenerationConfig",
-        "ModelConfig",
-        "StoreConfig",
-    ),
+    "backends.transformers.loading": ("load_model", "wrap_model"),
+    "config": ("BatchConfig", "GenerationConfig", "ModelConfig", "StoreConfig"),
     "engine.engine": ("Engine",),
     "engine.report": ("Report",),
     "engine.tools": ("Tools",),
-    "errors": (
-        "CachedRAGError",
-        "ConfigError",
-    ),
+    "errors": ("CachedRAGError", "ConfigError"),
     "engine.explanation": ("Explanation",),
     "grammar.grammar": ("Grammar",),
-    "library.encode": (
-        "PRIMER",
-        "Context",
-        "primer",
-    ),
-    "pml": (
-        "Import",
-        "Said",
-        "Schema",
-    ),
-    "rag.answer": (
-        "Answer",
-        "AnswerStream",
-    ),
+    "library.encode": ("PRIMER", "Context", "primer"),
+    "pml": ("Import", "Said", "Schema"),
+    "rag.answer": ("Answer", "AnswerStream"),
     "rag.asking": ("Chat",),
     "rag.chunks": ("Embedder",),
     "rag.search": ("Hit",),

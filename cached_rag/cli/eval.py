@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import Progress, TextColumn
 
+import cached_rag
 from cached_rag.cli.options import Loading, Model, OptionsOf, names, numbers, to_write
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
 from cached_rag.config import DEFAULT_MODEL
@@ -68,7 +69,6 @@ def evaluate_command(
     a method gets right, too. To measure your own questions, write each with its answer and the
     chunks that your retriever finds: docs/quality.md.
     """
-    from cached_rag import Engine
     from cached_rag.backends.resolve import cache_dir
     from cached_rag.evaluation.machine import machine
     from cached_rag.evaluation.run import Journal, Settings, evaluate, make_trials, origins
@@ -78,7 +78,7 @@ def evaluate_command(
     ratios = numbers(asked.ratio, float, "a ratio is a number from 0 to 1")
     trials = make_trials(names(asked.methods), ratios)
     settings = Settings(tuple(data), tuple(trials), questions)
-    with Engine.load(model, **how) as engine:
+    with cached_rag.Engine.load(model, **how) as engine:
         named = asked.journal and Path(asked.journal)
         where = named or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
         facts = machine(engine.model)

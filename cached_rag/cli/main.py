@@ -18,8 +18,7 @@ from typer.core import TyperGroup
 
 from cached_rag import __version__
 from cached_rag.cli.ask import ask_command, chat_command, explain_command, search_command
-from cached_rag.cli.bench import bench_app, doctor_command
-from cached_rag.cli.demo import demo_command
+from cached_rag.cli.bench import bench_app, demo_command, doctor_command
 from cached_rag.cli.documents import IngestCommand, delete_command, ingest_command, list_command
 from cached_rag.cli.eval import evaluate_command
 from cached_rag.cli.options import FILE, SettingsCommand, with_settings

@@ -13,19 +13,17 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand
 
+import cached_rag
 from cached_rag.config import GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
 from cached_rag.options import Setting, settings_of
 from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
 from cached_rag.rag.index import DocumentIndex
-
-if TYPE_CHECKING:
-    from cached_rag import CachedRAG
 
 # Looked for in the working folder.
 FILE = Path("cached-rag.toml")
@@ -310,12 +308,11 @@ def documents_of(index: Path) -> closing[DocumentIndex]:
     return closing(DocumentIndex(index / "documents.sqlite"))
 
 
-def opened(index: Path, **options: Any) -> CachedRAG:
+def opened(index: Path, **options: Any) -> cached_rag.CachedRAG:
     """See `CachedRAG.open`; a folder that is no index is refused, as by `require_index`."""
-    from cached_rag import CachedRAG
 
     require_index(index)
-    return CachedRAG.open(index, **signed(options))
+    return cached_rag.CachedRAG.open(index, **signed(options))
 
 
 def signed(options: dict[str, Any]) -> dict[str, Any]:

@@ -10,22 +10,15 @@ import typer
 from rich.progress import Progress
 from rich.tree import Tree
 
+import cached_rag
+from cached_rag.cli import options
 from cached_rag.cli.ask import plainly
-from cached_rag.cli.options import (
-    Given,
-    Loading,
-    Model,
-    OptionsOf,
-    SettingsCommand,
-    answering,
-    with_settings,
-)
 from cached_rag.cli.terminal import Json, err, out, print_answer, print_json, print_pieces
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, PMLError
 
 if TYPE_CHECKING:
-    from cached_rag.pml import Schema, SchemaPrompt
+    from cached_rag.pml import SchemaPrompt
     from cached_rag.pml.schema import Outline
 
 schema_app = typer.Typer(help="Prompts made of modules, in PML.", no_args_is_help=True)
@@ -47,11 +40,9 @@ class Placing:
     layout: str = "auto"
     behind: str = "schema"
 
-    def read(self, file: Path) -> Schema:
+    def read(self, file: Path) -> cached_rag.Schema:
         """The schema in a file."""
-        from cached_rag.pml import Schema
-
-        return Schema.from_file(file, layout=self.layout, behind=self.behind)
+        return cached_rag.Schema.from_file(file, layout=self.layout, behind=self.behind)
 
 
 @schema_app.command()
@@ -61,12 +52,10 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Say what is wrong, as FILE:LINE:COLUMN, and exit 1; or nothing, and exit 0."""
-    from cached_rag.pml import Schema
-
     problems: list[PMLError] = []
     for file in files:
         try:
-            schema = Schema.from_file(file)
+            schema = cached_rag.Schema.from_file(file)
             for asked in prompt or []:
                 schema.prompt_from_file(asked)
         except PMLError as problem:
@@ -81,13 +70,12 @@ def check(
 
 
 @schema_app.command()
-def show(file: File, model: Model = DEFAULT_MODEL, as_json: Json = False) -> None:
+def show(file: File, model: options.Model = DEFAULT_MODEL, as_json: Json = False) -> None:
     """Draw the tree with token counts and positions, by a model's tokenizer and chat template."""
     from cached_rag.backends.tokenizer import Tokenization
     from cached_rag.backends.transformers.loading import load_tokenizer
-    from cached_rag.pml import Schema
 
-    found = Schema.from_file(file).outline(Tokenization(load_tokenizer(model)))
+    found = cached_rag.Schema.from_file(file).outline(Tokenization(load_tokenizer(model)))
     if as_json:
         print_json(dataclasses.asdict(found))
     else:
@@ -103,23 +91,22 @@ def _tree(node: Outline, parent: Tree | None = None) -> Tree:
     return tree
 
 
-@schema_app.command(cls=SettingsCommand)
-@with_settings
+@schema_app.command(cls=options.SettingsCommand)
+@options.with_settings
 def encode(
     file: File,
-    model: Model = DEFAULT_MODEL,
+    model: options.Model = DEFAULT_MODEL,
     *,
-    placing: Annotated[Placing, OptionsOf()],
-    how: Loading,
+    placing: Annotated[Placing, options.OptionsOf()],
+    how: options.Loading,
     as_json: Json = False,
 ) -> None:
     """Prefill all modules, into the folder --store; those that have KV are not computed again."""
-    from cached_rag import Engine
 
     if placing.store is None:
         raise ConfigError("give --store, a folder for KV: else nothing is left of it")
     schema = placing.read(file)
-    with Engine.load(model, store=placing.store, **how) as engine:
+    with cached_rag.Engine.load(model, store=placing.store, **how) as engine:
         engine.library.check_kept()  # else nothing would be left of it in the folder asked for
         missing = len(schema.missing(engine))
         with Progress(console=err, disable=as_json) as bar:
@@ -147,27 +134,26 @@ class Saying:
     compare: bool = False
 
 
-@schema_app.command(cls=SettingsCommand)
-@with_settings
+@schema_app.command(cls=options.SettingsCommand)
+@options.with_settings
 def run(
     file: File,
     prompt: PromptIn,
-    model: Model = DEFAULT_MODEL,
+    model: options.Model = DEFAULT_MODEL,
     *,
-    said: Annotated[Saying, OptionsOf()],
-    placing: Annotated[Placing, OptionsOf()],
-    asked: Annotated[Given, answering(max_tokens=128)],
-    how: Loading,
+    said: Annotated[Saying, options.OptionsOf()],
+    placing: Annotated[Placing, options.OptionsOf()],
+    asked: Annotated[options.Given, options.answering(max_tokens=128)],
+    how: options.Loading,
     as_json: Json = False,
 ) -> None:
     """Answer a prompt of a schema; modules that have no KV are prefilled first."""
-    from cached_rag import Engine, StoreConfig
 
     filled = _prompt(placing.read(file), prompt)
     filled = filled.then(said.text) if said.text else filled
     # Full prefill must not find what the first answer left.
-    settings = StoreConfig(placing.store, sequence_bytes=0)
-    with Engine.load(model, store=settings, **how) as engine:
+    settings = cached_rag.StoreConfig(placing.store, sequence_bytes=0)
+    with cached_rag.Engine.load(model, store=settings, **how) as engine:
         filled.schema.encode(engine)
         stream = engine.stream(filled, **asked)
         text = print_pieces(stream, are_shown=not as_json)
@@ -175,7 +161,7 @@ def run(
     print_answer(stream.generation(text), full, as_json=as_json)
 
 
-def _prompt(schema: Schema, prompt: str) -> SchemaPrompt:
+def _prompt(schema: cached_rag.Schema, prompt: str) -> SchemaPrompt:
     if prompt.lstrip().startswith("<"):
         return schema.prompt_from_string(prompt)
     return schema.prompt_from_file(prompt)

@@ -7,26 +7,21 @@ from typing import Annotated
 
 import typer
 
-from cached_rag.cli.options import (
-    ENVIRONMENT,
-    Given,
-    IndexModel,
-    OptionsOf,
-    at_home,
-    require_index,
-    signed,
-)
+import cached_rag
+from cached_rag.cli import options
 from cached_rag.cli.terminal import err
 from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, needs_extra
 from cached_rag.options import parted
 from cached_rag.server import ServerConfig
 
-_LISTENING = OptionsOf(
+_LISTENING = options.OptionsOf(
     shown=("host", "port", "name", "api_key"), environment={"api_key": "CACHED_RAG_API_KEYS"}
 )
-_USUAL = OptionsOf(shown=("method", "quality"), only=("method", "quality", "recompute_ratio"))
-_ENGINE = OptionsOf(
+_USUAL = options.OptionsOf(
+    shown=("method", "quality"), only=("method", "quality", "recompute_ratio")
+)
+_ENGINE = options.OptionsOf(
     (ModelConfig, StoreConfig, BatchConfig),
     shown=(
         *("device", "dtype", "weights", "backend"),
@@ -39,23 +34,25 @@ _ENGINE = OptionsOf(
         "max_waiting": 256,
         "max_wait_seconds": 60.0,
     },
-    environment=ENVIRONMENT,
+    environment=options.ENVIRONMENT,
 )
 
 
 def serve_command(
     index: Annotated[
         Path | None,
-        typer.Option("--index", callback=at_home, help="Serve this index's model and chunks."),
+        typer.Option(
+            "--index", callback=options.at_home, help="Serve this index's model and chunks."
+        ),
     ] = None,
-    model: IndexModel = None,
+    model: options.IndexModel = None,
     store: Annotated[
-        Path | None, typer.Option(callback=at_home, help="Folder for KV, without an index.")
+        Path | None, typer.Option(callback=options.at_home, help="Folder for KV, without an index.")
     ] = None,
     *,
     config: Annotated[ServerConfig, _LISTENING],
     usual: Annotated[GenerationConfig, _USUAL],
-    how: Annotated[Given, _ENGINE],
+    how: Annotated[options.Given, _ENGINE],
 ) -> None:
     """Serve a model over OpenAI's protocol, reusing chunks' KV wherever they occur in prompts."""
     with needs_extra("serve", "the server"):
@@ -63,26 +60,25 @@ def serve_command(
         from cached_rag.server.index import ServedIndex
         from cached_rag.server.run import bind, default_disk_bytes, serve, share_descriptors
         from cached_rag.server.service import Service
-    from cached_rag import CachedRAG, Engine
 
     Keys(config.api_key)  # what cannot be one is said before the model is loaded
     if index is not None and store is not None:
         raise ConfigError("give --index or --store: an index has its own store")
     if index is not None:
-        require_index(index)
+        options.require_index(index)
     share = share_descriptors(config.max_connections)
-    how = signed({"finish_seconds": config.drain_seconds} | how)
+    how = options.signed({"finish_seconds": config.drain_seconds} | how)
     folder = store if index is None else index / "kv"
     if folder is not None:
         how.setdefault("disk_bytes", default_disk_bytes(folder))
     with bind(config.host, config.port) as bound:  # before the model, which takes its time
         if index is not None:
-            rag = CachedRAG.open(index, model, **how)
+            rag = cached_rag.CachedRAG.open(index, model, **how)
             engine, served, close = rag.engine, ServedIndex(rag), rag.close
         else:
             loading, kept, batch = parted(how, *_ENGINE.kinds)
             settings = StoreConfig(path=None if store is None else str(store), **kept)
-            engine = Engine.load(
+            engine = cached_rag.Engine.load(
                 model or DEFAULT_MODEL, store=settings, batch=BatchConfig(**batch), **loading
             )
             served, close = None, engine.close

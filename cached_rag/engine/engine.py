@@ -25,8 +25,8 @@ from cached_rag.backends.thread import on_model_thread, submit
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import DEFAULT_MODEL, BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.engine import prefill
-from cached_rag.engine.audit import Audits
 from cached_rag.engine.decoding import Generation
+from cached_rag.engine.idle import Audits
 from cached_rag.engine.planner import Planner, TextPlanner
 from cached_rag.engine.prompt import AskedPrompt, Prefilling
 from cached_rag.engine.report import Clock, Report

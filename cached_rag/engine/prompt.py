@@ -15,7 +15,7 @@ import torch
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.audit import compare
+from cached_rag.engine.idle import compare
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.profile import profile_key
 from cached_rag.engine.repair import Following, Pieces

@@ -11,9 +11,8 @@ from cached_rag.backends.machine import free_bytes
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import StoreConfig
-from cached_rag.engine.audit import Audits
+from cached_rag.engine.idle import Audits, Settling
 from cached_rag.engine.profile import profile_of, refusal
-from cached_rag.engine.settling import Settling
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.kv.wire import Sizes

@@ -12,16 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    ModelWrapValidatorHandler,
-    Tag,
-    field_validator,
-    model_validator,
-)
+import pydantic
 
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprob
@@ -35,19 +26,21 @@ _MOST_FIELDS = 100
 _Word = Literal["none", "auto", "required"]
 
 
-class Strict(BaseModel):
+class Strict(pydantic.BaseModel):
     """A part of a body, whose unknown fields are errors, but for those that change nothing."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(extra="forbid", allow_inf_nan=False)
     # Fields that never change anything, and those that do not at these values.
     _ignored: ClassVar[Collection[str]] = ()
     _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     # What is said of the latter at other values.
     _refusal: ClassVar[str] = "this server cannot do"
 
-    @model_validator(mode="wrap")
+    @pydantic.model_validator(mode="wrap")
     @classmethod
-    def _without_what_is_neutral(cls, data: Any, read: ModelWrapValidatorHandler[Any]) -> Any:
+    def _without_what_is_neutral(
+        cls, data: Any, read: pydantic.ModelWrapValidatorHandler[Any]
+    ) -> Any:
         """Leaves these out. A body has room for a million unknown fields, each of them an error."""
         if not isinstance(data, dict):
             return read(data)
@@ -63,7 +56,7 @@ class Strict(BaseModel):
 class Function(Strict):
     """A function that may be called. Its arguments are held to the schema, strict or not."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: Annotated[str, pydantic.Field(min_length=1, max_length=64)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -88,7 +81,7 @@ class Tool(Strict):
 class _Named(Strict):
     name: str
 
-    @field_validator("name")
+    @pydantic.field_validator("name")
     @classmethod
     def _is_no_choice(cls, name: str) -> str:
         """Refuses a name that would be read as a choice of OpenAI's, and not as the tool's."""
@@ -115,7 +108,7 @@ class _OfTheTools(Strict):
 
 class _Allowed(Strict):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[_OfTheTools], Field(max_length=_MOST_TOOLS)]
+    tools: Annotated[list[_OfTheTools], pydantic.Field(max_length=_MOST_TOOLS)]
 
 
 class AllowedChoice(Strict):
@@ -134,8 +127,8 @@ class CalledFunction(Strict):
 
     _ignored = ("parsed_arguments",)  # the arguments once more, which OpenAI's `parse()` adds
 
-    name: Annotated[str, Field(max_length=256)]
-    arguments: Annotated[str, Field(max_length=_MOST_ARGUMENTS)]
+    name: Annotated[str, pydantic.Field(max_length=256)]
+    arguments: Annotated[str, pydantic.Field(max_length=_MOST_ARGUMENTS)]
 
 
 class CalledTool(Strict):
@@ -151,7 +144,7 @@ class CalledTool(Strict):
 class _Schema(Strict):
     name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -161,7 +154,7 @@ class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _Schema | None = None
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _has_what_it_says(self) -> ResponseFormat:
         """Refuses a schema that is missing, or that would be passed over."""
         if (self.type == "json_schema") != (self.json_schema is not None):
@@ -182,12 +175,13 @@ def _kind_of_choice(data: Any) -> str:
     return "AllowedChoice" if given == "allowed_tools" else "NamedChoice"
 
 
-Offered = Annotated[list[Tool], Field(max_length=_MOST_TOOLS)]
+Offered = Annotated[list[Tool], pydantic.Field(max_length=_MOST_TOOLS)]
 Choice = (
     _Word
     | Annotated[
-        Annotated[NamedChoice, Tag("NamedChoice")] | Annotated[AllowedChoice, Tag("AllowedChoice")],
-        Discriminator(_kind_of_choice),
+        Annotated[NamedChoice, pydantic.Tag("NamedChoice")]
+        | Annotated[AllowedChoice, pydantic.Tag("AllowedChoice")],
+        pydantic.Discriminator(_kind_of_choice),
     ]
 )
 

@@ -109,10 +109,8 @@ class ServedIndex:
 
     def _prompt(self, question: str, texts: Sequence[str], history: Sequence[Message]) -> Rendered:
         """What the model is asked, with these chunks."""
-        from cached_rag.rag.answer import (
-            Prompts,
-            conversation,  # an index is open, so its packages are here
-        )
+        # An index is open, so its packages are here.
+        from cached_rag.rag.answer import Prompts, conversation
 
         prompts = Prompts(self._rag.engine, self._rag.settings["system"])
         return prompts.rendered(prompts.messages(question, texts, conversation(history)))

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaTokenizerFast
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.resolve import wheel_file
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.cli.demo import CORPUS
+from cached_rag.cli.bench import CORPUS
 from cached_rag.library.matching import ChunkTable, align, record_of
 from cached_rag.rag.finding import look_at
 from cached_rag.rag.readers import load_document

@@ -19,7 +19,6 @@ from indexes import WordEmbedding
 from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, ConfigError, Engine
-from cached_rag.cli import demo
 from cached_rag.cli import main as cli
 from cached_rag.cli.terminal import plain, print_json, sooner
 from cached_rag.errors import DocumentError, StoreError
@@ -109,8 +108,8 @@ def test_prune_keeps_no_less_than_nothing(index):
 
 
 def test_demo_names_its_folder_as_it_is_called(tmp_path, monkeypatch, model_folder):
-    monkeypatch.setattr(demo, "DOCUMENTS", ())
-    monkeypatch.setattr(demo, "_compared", lambda _: "compared")
+    monkeypatch.setattr("cached_rag.cli.bench.DOCUMENTS", ())
+    monkeypatch.setattr("cached_rag.cli.bench._compared", lambda _: "compared")
     monkeypatch.setattr(CachedRAG, "ask", lambda *_, **__: None)
     odd = tmp_path / ("x" * 200 + "[bold]")
     shown = run(cli.app, ["demo", "--index", str(odd), "--model", model_folder])

@@ -7,7 +7,7 @@ from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding
 
 from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig, StoreConfig
-from cached_rag.engine.audit import Audits
+from cached_rag.engine.idle import Audits
 from cached_rag.methods import spelled
 from cached_rag.server.endings import Metrics
 

@@ -9,7 +9,7 @@ import torch
 from conftest import CHUNKS, ask, plain_logits, tiny_model
 
 from cached_rag import Engine, StoreConfig
-from cached_rag.engine import settling
+from cached_rag.engine import idle
 
 
 def opened(**settings):
@@ -31,7 +31,7 @@ def asked(engine, question, *chunks, method="auto"):
 
 @pytest.mark.parametrize("piece", [7, 512])  # in one piece, and in several
 def test_the_third_prompt_over_the_same_chunks_is_exact(piece, monkeypatch):
-    monkeypatch.setattr(settling, "_PIECE", piece)
+    monkeypatch.setattr(idle, "_PIECE", piece)
     with opened() as engine:
         first, second, third = (asked(engine, f" {n}?", *CHUNKS) for n in ("Who", "Why", "When"))
         for repaired in (first, second):
@@ -77,13 +77,13 @@ def test_other_orders_and_other_tenants_settle_nothing():
 def test_a_chunk_that_is_forgotten_meanwhile_takes_the_settled_kv_with_it(monkeypatch):
     with opened() as engine:
         asked(engine, " Who?", *CHUNKS)
-        kept = settling._Work._keep
+        kept = idle._Work._keep
 
         def forgets_first(work):
             engine.forget([CHUNKS[1]])
             kept(work)
 
-        monkeypatch.setattr(settling._Work, "_keep", forgets_first)
+        monkeypatch.setattr(idle._Work, "_keep", forgets_first)
         second = asked(engine, " Why?", *CHUNKS)
         ends = [end for _, end in second.plan.chunks]
         _, left = engine.sequences.beginning("", _ids(second))
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_not_begun():
 
 def test_a_chat_goes_on_from_its_own_turns_and_settles_nothing(monkeypatch):
     begun = []
-    monkeypatch.setattr(settling._Work, "offer", lambda work: begun.append(work))
+    monkeypatch.setattr(idle._Work, "offer", lambda work: begun.append(work))
     with opened() as engine:
         messages = ask(*CHUNKS)
         for question in ("Who?", "Why?", "When?"):
@@ -122,7 +122,7 @@ def test_a_stream_that_the_collector_ends_amid_the_look_up_waits_for_nobody(monk
         request = engine.prefill(f"{text}\n\nWho?", max_tokens=4)
         left = [engine.stream("Another question, of a client that left?", max_tokens=200)]
         next(left[0])
-        real = settling.xxh3_128
+        real = idle.xxh3_128
 
         class Collected:
             """A digest, in the midst of which a stream is dropped, as by the collector."""
@@ -135,7 +135,7 @@ def test_a_stream_that_the_collector_ends_amid_the_look_up_waits_for_nobody(monk
                 left.clear()
                 return self._own.digest()
 
-        monkeypatch.setattr(settling, "xxh3_128", Collected)
+        monkeypatch.setattr(idle, "xxh3_128", Collected)
         done = threading.Thread(target=request.release, daemon=True)
         done.start()
         done.join(20)

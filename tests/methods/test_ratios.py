@@ -10,7 +10,7 @@ import torch
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 
 from cached_rag import BatchConfig, ConfigError, Engine, GenerationConfig, StoreConfig
-from cached_rag.engine.audit import compare
+from cached_rag.engine.idle import compare
 from cached_rag.kv.buffer import Workspace
 from cached_rag.methods import CacheBlend
 

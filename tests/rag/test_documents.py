@@ -9,7 +9,7 @@ import pytest
 from pypdf import PdfWriter
 
 from cached_rag import ConfigError
-from cached_rag.cli.demo import CORPUS
+from cached_rag.cli.bench import CORPUS
 from cached_rag.errors import DocumentError
 from cached_rag.rag.chunks import Chunk, Splitter
 from cached_rag.rag.document import Document

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cached_rag.cli.demo import CORPUS
+from cached_rag.cli.bench import CORPUS
 from cached_rag.cli.options import Loading, Model, counts, names
 from cached_rag.cli.terminal import Json, err, print_rows
 from cached_rag.config import DEFAULT_MODEL

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from cached_rag import Engine, StoreConfig
-from cached_rag.cli.demo import CORPUS
+from cached_rag.cli.bench import CORPUS
 from cached_rag.evaluation.answers import joined
 
 Model = Annotated[str, typer.Option(help="Folder or hub id, the one that vLLM is given.")]
