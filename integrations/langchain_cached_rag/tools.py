@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import AIMessage, AIMessageChunk
-from langchain_core.messages.tool import InvalidToolCall, ToolCall, ToolCallChunk
+from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall
+from langchain_core.messages.tool import ToolCall, ToolCallChunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.output_parsers.transform import BaseCumulativeTransformOutputParser
