@@ -108,7 +108,9 @@ def test_integrations_use_public_names_only():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cached_rag"):
                 assert node.module in PUBLIC
                 public = set(importlib.import_module(node.module).__all__)
-                assert {alias.name for alias in node.names} <= public
+                assert {alias.name for alias in node.names} <= public | {"spi"}
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "spi":
+                assert node.attr in spi.__all__
 
 
 # What runs or builds whatever it is given. `program.py` runs the user's own prompt functions.

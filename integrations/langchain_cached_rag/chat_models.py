@@ -3,69 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from langchain_core import exceptions
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 
-from cached_rag import CachedRAGError, ConfigError, Engine, Tools
-from cached_rag.errors import BusyError, ContextOverflowError
+from cached_rag import ConfigError, Engine, Tools
 from cached_rag.spi import SchemaPrompt, Stream
 from langchain_cached_rag.messages import Prompt, handed_over, plain, usage
-from langchain_cached_rag.settings import AsyncRun, EngineSettings, Run, Stop, apieces, pieces
-from langchain_cached_rag.tools import (
-    GrowingChunks,
-    as_calls,
-    bound,
-    parser,
-    response_format,
-    taken,
-)
+from langchain_cached_rag.settings import AsyncRun, EngineSettings, Pieces, Run, Stop, their_errors
+from langchain_cached_rag.tools import GrowingChunks, answer_form, as_calls, bound, parser, taken
 
 Messages = list[BaseMessage]
 
-if TYPE_CHECKING:
-    from langchain_core.exceptions import ContextOverflowError as TheirOverflow
-    from langchain_core.exceptions import ModelRateLimitError as TheirLimit
-else:  # langchain-core 1.0 has neither
-    TheirOverflow = getattr(exceptions, "ContextOverflowError", Exception)
-    TheirLimit = getattr(exceptions, "ModelRateLimitError", Exception)
 
-
-class ChatOverflowError(ContextOverflowError, TheirOverflow):
-    """The messages do not fit, and would not the next time; an agent may shorten them."""
-
-
-class ChatBusyError(BusyError, TheirLimit):
-    """Too many requests wait, and an agent may ask again."""
-
-
-_BOTH: dict[type[Exception], type[CachedRAGError]] = {
-    ContextOverflowError: ChatOverflowError,
-    BusyError: ChatBusyError,
-}
-
-
-@contextmanager
-def _known_to_agents() -> Iterator[None]:
-    """A context in which the engine's errors are raised as LangChain's, too."""
-    try:
-        yield
-    except tuple(_BOTH) as error:
-        if type(error) not in _BOTH:
-            raise
-        both = _BOTH[type(error)](*error.args)
-        vars(both).update(vars(error))
-        raise both from error
-
-
-class ChatCachedRAG(EngineSettings, BaseChatModel):
+class ChatCachedRAG(EngineSettings, BaseChatModel):  # type: ignore[misc]  # names of arguments
     """A local chat model that does not prefill text again whose KV it holds.
 
     Whatever its engine has encoded is found in any prompt by its text, so chains, templates and
@@ -130,10 +88,15 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
             profile["max_input_tokens"] = engine.model.context_length
         return engine
 
+    def _streamed(self, asked: Any, stop: Stop, options: dict[str, Any]) -> Pieces:
+        stream, tools = self._start(asked, stop, options)
+        growing = GrowingChunks(tools)
+        return stream, growing.push, partial(self._last_chunk, stream, growing, options)
+
     def _generate(
         self, messages: Messages, stop: Stop = None, run_manager: Run = None, **kwargs: Any
     ) -> ChatResult:
-        with _known_to_agents():
+        with their_errors():
             stream, tools = self._start(messages, stop, kwargs)
             text = "".join(stream)
         return self._result(text, stream, tools, kwargs)
@@ -141,30 +104,10 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
     async def _agenerate(
         self, messages: Messages, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> ChatResult:
-        with _known_to_agents():
+        with their_errors():
             stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
             text = await stream.atext()
         return self._result(text, stream, tools, kwargs)
-
-    def _stream(
-        self, messages: Messages, stop: Stop = None, run_manager: Run = None, **kwargs: Any
-    ) -> Iterator[ChatGenerationChunk]:
-        with _known_to_agents():
-            stream, tools = self._start(messages, stop, kwargs)
-            growing = GrowingChunks(tools)
-            yield from pieces(stream, growing.push, run_manager)
-        yield self._last_chunk(stream, growing, kwargs)
-
-    async def _astream(
-        self, messages: Messages, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
-    ) -> AsyncIterator[ChatGenerationChunk]:
-        with _known_to_agents():
-            stream, tools = await asyncio.to_thread(self._start, messages, stop, kwargs)
-            growing = GrowingChunks(tools)
-            async with aclosing(apieces(stream, growing.push, run_manager)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        yield self._last_chunk(stream, growing, kwargs)
 
     def _result(
         self, text: str, stream: Stream, tools: Tools, options: dict[str, Any]
@@ -293,8 +236,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):
             raise ValueError(
                 f"method is json_schema, function_calling or json_mode, not {method!r}"
             )
-        plain_json = {"type": "json_object"}
-        form = response_format(schema) if method == "json_schema" else plain_json
+        form = answer_form(schema) if method == "json_schema" else {"type": "json_object"}
         model = self.bind(response_format=form, **kwargs)
         return _parsed(model, parser(schema), include_raw=include_raw)
 

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from langchain_core.language_models import LLM
+from langchain_core.language_models import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 from pydantic import PrivateAttr
 
 from cached_rag.spi import CALL_SETTINGS, GENERATION_SETTINGS, SchemaPrompt, Stream, call_options
 from cached_rag.spi import Generation as Answer
 from langchain_cached_rag.messages import Prompt, usage
-from langchain_cached_rag.settings import AsyncRun, EngineSettings, Run, Stop, apieces, pieces
+from langchain_cached_rag.settings import AsyncRun, EngineSettings, Pieces, Run, Stop, their_errors
 
 _OF_A_CALL = {*CALL_SETTINGS, "top_logprobs"}
 
 
-class CachedRAGLLM(EngineSettings, LLM):
+class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of arguments
     """A local model that completes strings and does not prefill text again whose KV it holds.
 
     `batch` is one call: the prompts' tokens are computed together.
@@ -57,14 +56,16 @@ class CachedRAGLLM(EngineSettings, LLM):
         return received or self._prompt(text)
 
     def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
-        """As `LLM.generate`; a call's settings count as this model's own in response caches."""
+        """As `BaseLLM.generate`; a call's settings count as this model's own in response caches."""
         own, rest = self._settled(kwargs)
-        return super(CachedRAGLLM, own).generate(prompts, *args, **rest)
+        with their_errors():
+            return super(CachedRAGLLM, own).generate(prompts, *args, **rest)
 
     async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
         """As `generate`."""
         own, rest = self._settled(kwargs)
-        return await super(CachedRAGLLM, own).agenerate(prompts, *args, **rest)
+        with their_errors():
+            return await super(CachedRAGLLM, own).agenerate(prompts, *args, **rest)
 
     def _settled(self, options: dict[str, Any]) -> tuple[CachedRAGLLM, dict[str, Any]]:
         """This model with a call's settings as its own, and what is left of them."""
@@ -77,9 +78,6 @@ class CachedRAGLLM(EngineSettings, LLM):
         settled = self.model_copy(update=own)
         settled._further = {n: v for n, v in rest.items() if n in _OF_A_CALL}
         return settled, rest
-
-    def _call(self, prompt: str, stop: Stop = None, run_manager: Run = None, **kwargs: Any) -> str:
-        return self._generate([prompt], stop, run_manager, **kwargs).generations[0][0].text
 
     def _generate(
         self, prompts: list[str], stop: Stop = None, run_manager: Run = None, **kwargs: Any
@@ -117,21 +115,9 @@ class CachedRAGLLM(EngineSettings, LLM):
         engine = self.loaded_engine(options.pop("model", None))
         return engine.stream(self._asked(prompt), self._config(stop, options))
 
-    def _stream(
-        self, prompt: str, stop: Stop = None, run_manager: Run = None, **kwargs: Any
-    ) -> Iterator[GenerationChunk]:
-        stream = self._start(prompt, stop, kwargs)
-        yield from pieces(stream, _chunk, run_manager)
-        yield self._last_chunk(stream, kwargs)
-
-    async def _astream(
-        self, prompt: str, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
-    ) -> AsyncIterator[GenerationChunk]:
-        stream = await asyncio.to_thread(self._start, prompt, stop, kwargs)
-        async with aclosing(apieces(stream, _chunk, run_manager)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-        yield self._last_chunk(stream, kwargs)
+    def _streamed(self, asked: Any, stop: Stop, options: dict[str, Any]) -> Pieces:
+        stream = self._start(asked, stop, options)
+        return stream, _chunk, partial(self._last_chunk, stream, options)
 
     def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> GenerationChunk:
         info = self._about(stream, options.get("model")) | _usage(stream)

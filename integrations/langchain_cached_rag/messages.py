@@ -8,20 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, TextIO
+from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import (
-    AIMessage,
-    BaseMessage,
-    BaseMessageChunk,
-    ChatMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolMessage,
-    message_chunk_to_message,
-)
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, ToolMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.base import BaseMessage, BaseMessageChunk
+from langchain_core.messages.utils import convert_to_messages, message_chunk_to_message
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
@@ -31,7 +24,6 @@ from cached_rag import Report
 from cached_rag.pml import Fillable, Schema, SchemaTemplate, sent
 
 Prompt = str | list[dict[str, Any]]
-_MESSAGES = {"system": SystemMessage, "user": HumanMessage, "assistant": AIMessage}
 _ROLES = {
     **{"human": "user", "ai": "assistant", "system": "system", "developer": "system"},
     **{"tool": "tool", "function": "tool"},
@@ -184,24 +176,11 @@ class PMLPromptTemplate(BasePromptTemplate[Any]):
         plain = sent(self.source, self._merge_partial_and_user_variables(**kwargs))
         if isinstance(plain, str):
             return StringPromptValue(text=plain)
-        return ChatPromptValue(messages=[_message(said) for said in plain])
-
-    async def aformat_prompt(self, **kwargs: Any) -> PromptValue:
-        """As `format_prompt`."""
-        return self.format_prompt(**kwargs)
+        return ChatPromptValue(messages=convert_to_messages(plain))
 
     def format(self, **kwargs: Any) -> str:
         """The prompt as a string."""
         return self.format_prompt(**kwargs).to_string()
-
-    async def aformat(self, **kwargs: Any) -> str:
-        """As `format`."""
-        return self.format(**kwargs)
-
-
-def _message(said: dict[str, str]) -> BaseMessage:
-    message: BaseMessage = _MESSAGES[said["role"]](content=said["content"])
-    return message
 
 
 class CacheReportHandler(BaseCallbackHandler):
@@ -216,10 +195,9 @@ class CacheReportHandler(BaseCallbackHandler):
         reports: in the order in which the requests ended. Safe for several threads.
     """
 
-    def __init__(self, *, prints: bool = False, file: TextIO | None = None) -> None:
+    def __init__(self, *, prints: bool = False) -> None:
         self.reports: list[Report] = []
         self._prints = prints
-        self._file = file
 
     def on_llm_end(self, response: LLMResult, **_: Any) -> None:
         """Take the reports out of a result; other models have none."""
@@ -235,4 +213,4 @@ class CacheReportHandler(BaseCallbackHandler):
                     report = Report(**about["cached_rag"])
                     self.reports.append(report)
                     if self._prints:
-                        print(f"{report.to_line()}\n", end="", file=self._file or sys.stderr)
+                        print(f"{report.to_line()}\n", end="", file=sys.stderr)

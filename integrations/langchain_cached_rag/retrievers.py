@@ -7,22 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from langchain_core.callbacks import (
-    AsyncCallbackManagerForRetrieverRun,
-    CallbackManagerForRetrieverRun,
-)
+from langchain_core import callbacks, runnables
 from langchain_core.documents import Document
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.retrievers import BaseRetriever, RetrieverLike
-from langchain_core.runnables import (
-    RunnableConfig,
-    RunnableLambda,
-    RunnableSequence,
-    RunnableWithFallbacks,
-    ensure_config,
-)
 from langchain_core.runnables.base import RunnableBindingBase
-from langchain_core.runnables.config import patch_config
 from pydantic import BeforeValidator, ConfigDict, InstanceOf
 
 from cached_rag.spi import Encode, Learner, Progress
@@ -61,27 +50,27 @@ class CachedRetriever(BaseRetriever):
     """How "eager" shows how far it is; see `cached_rag.encode_progress`."""
 
     def invoke(
-        self, input: str, config: RunnableConfig | None = None, **kwargs: Any
+        self, input: str, config: runnables.RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
         """As `BaseRetriever.invoke`; the retriever inside gets all of the configuration."""
-        return super().invoke(input, config, **kwargs, outer=ensure_config(config))
+        return super().invoke(input, config, **kwargs, outer=runnables.ensure_config(config))
 
     async def ainvoke(
-        self, input: str, config: RunnableConfig | None = None, **kwargs: Any
+        self, input: str, config: runnables.RunnableConfig | None = None, **kwargs: Any
     ) -> list[Document]:
         """As `invoke`."""
-        return await super().ainvoke(input, config, **kwargs, outer=ensure_config(config))
+        return await super().ainvoke(input, config, **kwargs, outer=runnables.ensure_config(config))
 
     def _get_relevant_documents(
         self,
         query: str,
         *,
-        run_manager: CallbackManagerForRetrieverRun,
-        outer: RunnableConfig | None = None,
+        run_manager: callbacks.CallbackManagerForRetrieverRun,
+        outer: runnables.RunnableConfig | None = None,
         **kwargs: Any,
     ) -> list[Document]:
         kwargs, k = self._arguments(kwargs)
-        config = patch_config(outer, callbacks=run_manager.get_child())
+        config = runnables.patch_config(outer, callbacks=run_manager.get_child())
         documents = self.retriever.invoke(query, config, **kwargs)[:k]
         self._know(documents)
         return documents
@@ -90,12 +79,12 @@ class CachedRetriever(BaseRetriever):
         self,
         query: str,
         *,
-        run_manager: AsyncCallbackManagerForRetrieverRun,
-        outer: RunnableConfig | None = None,
+        run_manager: callbacks.AsyncCallbackManagerForRetrieverRun,
+        outer: runnables.RunnableConfig | None = None,
         **kwargs: Any,
     ) -> list[Document]:
         kwargs, k = self._arguments(kwargs)
-        config = patch_config(outer, callbacks=run_manager.get_child())
+        config = runnables.patch_config(outer, callbacks=run_manager.get_child())
         documents = (await self.retriever.ainvoke(query, config, **kwargs))[:k]
         await asyncio.to_thread(self._know, documents)
         return documents
@@ -121,13 +110,13 @@ def takes(runnable: Any, argument: str) -> bool:
     """
     if isinstance(runnable, BaseRetriever):
         return _accepts(runnable._get_relevant_documents, argument)
-    if isinstance(runnable, RunnableLambda):
+    if isinstance(runnable, runnables.RunnableLambda):
         return _accepts(getattr(runnable, "func", None) or runnable.afunc, argument)
-    if isinstance(runnable, RunnableSequence):
+    if isinstance(runnable, runnables.RunnableSequence):
         return takes(runnable.first, argument)
     if isinstance(runnable, RunnableBindingBase):
         return takes(runnable.bound, argument)
-    if isinstance(runnable, RunnableWithFallbacks):
+    if isinstance(runnable, runnables.RunnableWithFallbacks):
         return all(takes(one, argument) for one in runnable.runnables)
     return False
 

@@ -6,54 +6,65 @@ knows no tensor.
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, closing
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager
 from importlib.metadata import version
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
+from langchain_core import exceptions, runnables
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LangSmithParams
-from langchain_core.outputs import ChatGenerationChunk, GenerationChunk
 from langchain_core.prompts import BasePromptTemplate
-from langchain_core.runnables import (
-    Runnable,
-    RunnableBranch,
-    RunnableLambda,
-    RunnableParallel,
-    RunnableSequence,
-    RunnableWithFallbacks,
-)
 from langchain_core.runnables.base import RunnableBindingBase, RunnableEachBase
 from langchain_core.runnables.configurable import DynamicRunnable
-from langchain_core.runnables.passthrough import RunnableAssign
 from pydantic import ConfigDict, Field
 
-from cached_rag import ConfigError, GenerationConfig
-from cached_rag.spi import (
-    DEFAULT_MODEL,
-    GENERATION_SETTINGS,
-    EncodeSummary,
-    FrameworkModel,
-    Generation,
-    Progress,
-    Stream,
-    call_options,
-    encode_progress,
-    shown_logprob,
-    template_head,
-)
+from cached_rag import ConfigError, GenerationConfig, spi
+from cached_rag.errors import BusyError, ContextOverflowError
 from langchain_cached_rag.messages import Prompt, filled
 
 Stop = list[str] | None
 Run = CallbackManagerForLLMRun | None
 AsyncRun = AsyncCallbackManagerForLLMRun | None
-_Chunk = TypeVar("_Chunk", ChatGenerationChunk, GenerationChunk)
+# An answer that comes in pieces; what makes a chunk of one, or None for nothing yet; and what makes
+# the last chunk, once the answer is over.
+Pieces = tuple[spi.Stream, Callable[[str], Any], Callable[[], Any]]
 # What says where KV is kept, and nothing of answers.
 _SECRET = ("remote", "signing_key")
 
 
-class EngineSettings(FrameworkModel):
+# Errors that agents know; langchain-core 1.0 has neither.
+_TheirOverflow: Any = getattr(exceptions, "ContextOverflowError", Exception)
+_TheirLimit: Any = getattr(exceptions, "ModelRateLimitError", Exception)
+
+
+class ChatOverflowError(ContextOverflowError, _TheirOverflow):  # type: ignore[misc]
+    """The messages do not fit, and would not the next time; an agent may shorten them."""
+
+
+class ChatBusyError(BusyError, _TheirLimit):  # type: ignore[misc]
+    """Too many requests wait, and an agent may ask again."""
+
+
+_BOTH = {ContextOverflowError: ChatOverflowError, BusyError: ChatBusyError}
+
+
+@contextmanager
+def their_errors() -> Iterator[None]:
+    """A context in which the engine's errors are raised as LangChain's, too."""
+    try:
+        yield
+    except (ContextOverflowError, BusyError) as error:
+        if type(error) not in _BOTH:
+            raise
+        both = _BOTH[type(error)](*error.args)
+        vars(both).update(vars(error))
+        raise both from error
+
+
+class EngineSettings(spi.FrameworkModel):
     """Settings of a model and its store. Objects with the same settings share one engine.
 
     Nothing is loaded before it is needed.
@@ -63,7 +74,7 @@ class EngineSettings(FrameworkModel):
     # Applications pass these to any model.
     _hosted: ClassVar[frozenset[str]] = frozenset({"api_key", "base_url", "timeout", "max_retries"})
 
-    model_name: str = Field(default=DEFAULT_MODEL, alias="model")
+    model_name: str = Field(default=spi.DEFAULT_MODEL, alias="model")
     """Alias, hub id, folder or GGUF file."""
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     """Strings that end the answer; they are not part of it."""
@@ -81,7 +92,7 @@ class EngineSettings(FrameworkModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """All that an answer depends on, so that response caches never mix settings."""
-        settings = {name: getattr(self, name) for name in GENERATION_SETTINGS}
+        settings = {name: getattr(self, name) for name in spi.GENERATION_SETTINGS}
         # LangChain overwrites "stop" with the call's.
         settings["default_stop"] = settings.pop("stop")
         if self.engine is not None:
@@ -111,7 +122,7 @@ class EngineSettings(FrameworkModel):
 
         LangChain's own option "stream" says how the call is made, not what it computes.
         """
-        options = call_options(options) | ({"stop": stop} if stop else {})
+        options = spi.call_options(options) | ({"stop": stop} if stop else {})
         options.pop("stream", None)
         if "top_logprobs" in options or isinstance(options.get("logprobs"), bool):
             wanted, top = options.pop("logprobs", True), options.pop("top_logprobs", None)
@@ -121,7 +132,7 @@ class EngineSettings(FrameworkModel):
     def _get_ls_params(self, stop: Stop = None, **kwargs: Any) -> LangSmithParams:
         """What traces say of a call."""
         stops = list(self._config(stop, {}).stop)
-        asked = call_options(kwargs)
+        asked = spi.call_options(kwargs)
         params: LangSmithParams = super()._get_ls_params(stop=stops, **asked)  # type: ignore[misc]
         params["ls_provider"] = "cached-rag"
         params["ls_model_name"] = kwargs.get("model") or self._model
@@ -146,8 +157,8 @@ class EngineSettings(FrameworkModel):
         *,
         prompt: BasePromptTemplate[Any] | None = None,
         variable: str = "context",
-        progress: Progress = None,
-    ) -> EncodeSummary:
+        progress: spi.Progress = None,
+    ) -> spi.EncodeSummary:
         """Prefill texts once and keep their KV; what is there already costs nothing.
 
         Args:
@@ -167,8 +178,10 @@ class EngineSettings(FrameworkModel):
         engine, head = self.loaded_engine(), None
         if prompt is not None:
             names = prompt.input_variables
-            head = template_head(engine, names, variable, lambda v: self._prompt(filled(prompt, v)))
-        with encode_progress(progress) as shown:
+            head = spi.template_head(
+                engine, names, variable, lambda v: self._prompt(filled(prompt, v))
+            )
+        with spi.encode_progress(progress) as shown:
             return engine.encode(list(texts), head, context="configured", **shown)
 
     @abstractmethod
@@ -181,8 +194,39 @@ class EngineSettings(FrameworkModel):
             return list(custom(text))
         return self.token_ids(text)
 
+    @abstractmethod
+    def _streamed(self, asked: Any, stop: Stop, options: dict[str, Any]) -> Pieces:
+        """Begin an answer to messages or a string."""
+
+    def _stream(
+        self, asked: Any, stop: Stop = None, run_manager: Run = None, **kwargs: Any
+    ) -> Iterator[Any]:
+        with their_errors():
+            stream, chunk_of, last = self._streamed(asked, stop, kwargs)
+            with closing(stream):
+                for piece in stream:
+                    if chunk := chunk_of(piece):
+                        if run_manager:
+                            run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
+        yield last()
+
+    async def _astream(
+        self, asked: Any, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        with their_errors():
+            begun = await asyncio.to_thread(self._streamed, asked, stop, kwargs)
+            stream, chunk_of, last = begun
+            async with aclosing(stream.apieces()) as taken:
+                async for piece in taken:
+                    if chunk := chunk_of(piece):
+                        if run_manager:
+                            await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                        yield chunk
+        yield last()
+
     def _about(
-        self, answer: Stream | Generation, model: str | None, *, has_calls: bool = False
+        self, answer: spi.Stream | spi.Generation, model: str | None, *, has_calls: bool = False
     ) -> dict[str, Any]:
         """What goes with an answer: the model, why the answer ended, and the whole report.
 
@@ -199,35 +243,13 @@ class EngineSettings(FrameworkModel):
             by = self.loaded_engine(model).tokenization
             shown = [
                 {
-                    **shown_logprob(by, at.token, at.logprob),
-                    "top_logprobs": [shown_logprob(by, *pair) for pair in at.top],
+                    **spi.shown_logprob(by, at.token, at.logprob),
+                    "top_logprobs": [spi.shown_logprob(by, *pair) for pair in at.top],
                 }
                 for at in answer.logprobs
             ]
             about["logprobs"] = {"content": shown}
         return about
-
-
-def pieces(stream: Stream, chunk_of: Callable[[str], _Chunk | None], run: Run) -> Iterator[_Chunk]:
-    """Chunks of an answer, of which its run is told; None is nothing to be told yet."""
-    with closing(stream):
-        for piece in stream:
-            if chunk := chunk_of(piece):
-                if run:
-                    run.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
-
-
-async def apieces(
-    stream: Stream, chunk_of: Callable[[str], _Chunk | None], run: AsyncRun
-) -> AsyncGenerator[_Chunk, None]:
-    """As `pieces`, off the event loop."""
-    async with aclosing(stream.apieces()) as taken:
-        async for piece in taken:
-            if chunk := chunk_of(piece):
-                if run:
-                    await run.on_llm_new_token(chunk.text, chunk=chunk)
-                yield chunk
 
 
 def unwrapped(llm: Any) -> EngineSettings:
@@ -267,25 +289,25 @@ def _models(llm: Any, inside: frozenset[int] = frozenset()) -> Iterator[EngineSe
     elif isinstance(llm, RunnableBindingBase):
         for model in _models(llm.bound, inside):
             yield model.renamed(llm.kwargs.get("model"))
-    elif isinstance(llm, RunnableWithFallbacks):
+    elif isinstance(llm, runnables.RunnableWithFallbacks):
         yield from next(filter(None, (list(_models(one, inside)) for one in llm.runnables)), [])
     else:
         for part in _parts(llm):
             yield from _models(part, inside)
 
 
-def _parts(runnable: Any) -> Iterable[Runnable[Any, Any]]:
+def _parts(runnable: Any) -> Iterable[runnables.Runnable[Any, Any]]:
     """What a runnable runs; nothing for one of a kind that is not known."""
-    if isinstance(runnable, RunnableSequence):
+    if isinstance(runnable, runnables.RunnableSequence):
         return runnable.steps
-    if isinstance(runnable, RunnableParallel):
+    if isinstance(runnable, runnables.RunnableParallel):
         return runnable.steps__.values()
-    if isinstance(runnable, RunnableAssign):
+    if isinstance(runnable, runnables.RunnableAssign):
         return [runnable.mapper]
-    if isinstance(runnable, RunnableBranch):
+    if isinstance(runnable, runnables.RunnableBranch):
         return [*(then for _, then in runnable.branches), runnable.default]
     if isinstance(runnable, RunnableEachBase):
         return [runnable.bound]
     if isinstance(runnable, DynamicRunnable):
         return [runnable.default, *getattr(runnable, "alternatives", {}).values()]
-    return runnable.deps if isinstance(runnable, RunnableLambda) else []
+    return runnable.deps if isinstance(runnable, runnables.RunnableLambda) else []

@@ -10,19 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from langchain_core.exceptions import OutputParserException
-from langchain_core.messages import (
-    AIMessage,
-    AIMessageChunk,
-    InvalidToolCall,
-    ToolCall,
-    ToolCallChunk,
-)
-from langchain_core.output_parsers import (
-    BaseCumulativeTransformOutputParser,
-    JsonOutputParser,
-    PydanticOutputParser,
-)
+from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall
+from langchain_core.messages.tool import ToolCall, ToolCallChunk
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
+from langchain_core.output_parsers.transform import BaseCumulativeTransformOutputParser
 from langchain_core.outputs import ChatGenerationChunk
 from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
@@ -182,7 +174,7 @@ def json_schema(schema: Any) -> dict[str, Any]:
     return found
 
 
-def response_format(schema: Any) -> dict[str, Any]:
+def answer_form(schema: Any) -> dict[str, Any]:
     """OpenAI's response format for a pydantic class, TypedDict or JSON schema."""
     found = json_schema(schema)
     name = str(found.get("title", "answer"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -273,7 +273,7 @@ class CachedRAGVectorStore(VectorStore):
     def _found(self, results: list[Any]) -> list[Any]:
         """Documents, or pairs of a document and its score, as they came."""
         found = [result[0] if isinstance(result, tuple) else result for result in results]
-        self._llm.prefetch(_texts(found))
+        self._llm.prefetch(document.page_content for document in found)
         return results
 
 
@@ -311,7 +311,3 @@ def _named(ids: Ids) -> list[str]:
 def _lacks_ids(found: Sequence[Document], ids: Sequence[str]) -> bool:
     """Whether documents came without their ids, which some stores leave out."""
     return bool({document.id for document in found} - set(ids))
-
-
-def _texts(documents: Iterable[Document]) -> list[str]:
-    return [document.page_content for document in documents]

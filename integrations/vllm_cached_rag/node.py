@@ -65,12 +65,8 @@ class PrefillNode:
         self._engine = engine
         self._config = GenerationConfig(method=method, max_tokens=1)
         shapes = engine.model.shapes
-        self.settings = Settings(
-            handoff,
-            engine.model.fingerprint,
-            str(shapes.dtype).removeprefix("torch."),
-            shapes.num_layers,
-        )
+        dtype = str(shapes.dtype).removeprefix("torch.")
+        self.settings = Settings(handoff, engine.model.fingerprint, dtype, shapes.num_layers)
         self._handoff = Handoff(handoff, engine.model.fingerprint)
 
     def prefill(self, body: Mapping[str, Any]) -> Handed | str:

@@ -11,7 +11,7 @@ from conftest import NEW_PROMPTS, smollm2, tiny_model
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ToolStrategy
 from langchain_cached_rag import CachedRAGLLM, ChatCachedRAG
-from langchain_cached_rag.tools import GrowingChunks, response_format
+from langchain_cached_rag.tools import GrowingChunks, answer_form
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -131,7 +131,7 @@ def test_a_schema_that_refers_to_itself_is_held(llm):
     cut = raw["raw"].response_metadata["finish_reason"] == "length"
     assert raw["raw"].text.startswith('{"leaf": ')
     assert cut or isinstance(raw["parsed"], Tree)
-    assert response_format(Tree)["json_schema"]["schema"]["$defs"].keys() == {"Tree"}
+    assert answer_form(Tree)["json_schema"]["schema"]["$defs"].keys() == {"Tree"}
 
 
 def test_a_schema_that_says_nothing_is_refused(llm):

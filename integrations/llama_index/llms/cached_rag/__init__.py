@@ -5,20 +5,13 @@ from cached_rag.errors import needs_extra
 with needs_extra("llama-index", "the integration with LlamaIndex"):
     from llama_index.llms.cached_rag.base import CachedRAGLLM, unwrapped
     from llama_index.llms.cached_rag.messages import CacheReportHandler, PMLPromptTemplate
-    from llama_index.llms.cached_rag.nodes import (
-        Reader,
-        SentenceTransformerEmbedding,
-        bare_text,
-        module_text,
-    )
+    from llama_index.llms.cached_rag.nodes import SentenceTransformerEmbedding, module_text
 
 __all__ = [
     "CacheReportHandler",
     "CachedRAGLLM",
     "PMLPromptTemplate",
-    "Reader",
     "SentenceTransformerEmbedding",
-    "bare_text",
     "module_text",
     "unwrapped",
 ]

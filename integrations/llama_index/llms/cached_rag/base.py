@@ -8,28 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
-from llama_index.core.base.llms.types import (
-    ChatMessage,
-    ChatResponse,
-    ChatResponseAsyncGen,
-    ChatResponseGen,
-    CompletionResponse,
-    CompletionResponseAsyncGen,
-    CompletionResponseGen,
-    LLMMetadata,
-)
-from llama_index.core.bridge.pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretStr,
-    field_serializer,
-    field_validator,
-)
+from llama_index.core.base.llms.types import CompletionResponse, CompletionResponseGen, LLMMetadata
+from llama_index.core.llms import ChatMessage, ChatResponse, ChatResponseAsyncGen, ChatResponseGen
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import LLM, ToolSelection
@@ -37,42 +23,38 @@ from llama_index.core.llms.structured_llm import StructuredLLM
 from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.schema import BaseNode
 from llama_index.core.tools.types import BaseTool
-from llama_index.llms.cached_rag.messages import (
-    GrowingChat,
-    OwnTemplate,
-    Prompt,
-    apieces,
-    completion_response,
-    pieces,
-    plain,
-)
+from llama_index.llms.cached_rag.messages import GrowingChat, apieces, completion, pieces, plain
 from llama_index.llms.cached_rag.nodes import module_text
-from llama_index.llms.cached_rag.tools import (
-    CALLING,
-    GrowingObject,
-    can_call,
-    check_whole,
-    offered,
-    selections,
-    taken,
-)
+from llama_index.llms.cached_rag.tools import CALLING, GrowingObject, offered, selections, taken
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator
 from typing_extensions import Self
 
-from cached_rag import CachedRAG, ConfigError, Engine, Tools
-from cached_rag.spi import (
-    DEFAULT_MODEL,
-    EncodeSummary,
-    FrameworkModel,
-    SchemaPrompt,
-    Stream,
-    template_head,
-)
+from cached_rag import CachedRAG, ConfigError, Engine, Tools, spi
 
 _log = logging.getLogger(__name__)
 _HIDDEN = "**********"
+Prompt = str | list[dict[str, Any]]
 
 
-class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
+@dataclass(frozen=True, eq=False, repr=False)
+class OwnTemplate:
+    """A model's own chat template, for those who ask for a prompt as a string.
+
+    Its repr holds no model's, which would hold this, and so on without end.
+    """
+
+    llm: CachedRAGLLM
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnTemplate:
+        """The copy's, where the LLM is copied, too."""
+        return OwnTemplate(memo.get(id(self.llm), self.llm))
+
+    def __call__(self, messages: Sequence[ChatMessage]) -> str:
+        """The prompt."""
+        return self.llm.loaded_engine().tokenization.template.render(plain(messages)).text
+
+
+class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
     """A local model that does not prefill text again whose KV it holds.
 
     Whatever its engine has encoded is found in any prompt by its text, so query engines, chat
@@ -88,7 +70,7 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(default=DEFAULT_MODEL, description="Alias, hub id, folder or GGUF file.")
+    model: str = Field(default=spi.DEFAULT_MODEL, description="Alias, hub id, folder or GGUF file.")
     context_window: int | None = Field(default=None, description="Less than the model's own.")
 
     def __init__(self, *, engine: Engine | CachedRAG | None = None, **data: Any) -> None:
@@ -154,7 +136,8 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
             context_window=min(self.context_window or own, own),
             num_output=self.max_tokens,
             is_chat_model=self._is_chat,
-            is_function_calling_model=self._is_chat and can_call(),
+            # Calls need a package of the extra "tools".
+            is_function_calling_model=self._is_chat and find_spec("llguidance") is not None,
             model_name=self.model,
         )
 
@@ -212,7 +195,7 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
         *,
         prompt: BasePromptTemplate | None = None,
         variable: str = "context_str",
-    ) -> EncodeSummary:
+    ) -> spi.EncodeSummary:
         """Prefill texts once and keep their KV; what is there already costs nothing.
 
         Args:
@@ -230,10 +213,10 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
             return engine.encode(list(texts))
         given = prompt._map_template_vars(prompt.kwargs)  # by partial_format: no variables now
         names = [name for name in prompt.template_vars if name not in given]
-        head = template_head(engine, names, variable, lambda values: self._filled(prompt, values))
+        head = spi.template_head(engine, names, variable, partial(self._filled, prompt))
         return engine.encode(list(texts), head)
 
-    def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> EncodeSummary:
+    def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> spi.EncodeSummary:
         """As `encode`, for nodes: with their metadata, as response synthesis shows them.
 
         They may be what an `IngestionPipeline` returns, or a docstore's.
@@ -244,16 +227,16 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
 
     # Answers ---------------------------------------------------------------------------------
 
-    def _start(self, prompt: Prompt, options: dict[str, Any]) -> Stream:
-        asked = SchemaPrompt.receive(prompt) or prompt
+    def _start(self, prompt: Prompt, options: dict[str, Any]) -> spi.Stream:
+        asked = spi.SchemaPrompt.receive(prompt) or prompt
         return self.loaded_engine().stream(asked, self.answer_config(options))
 
-    def _start_completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> Stream:
+    def _start_string(self, prompt: str, formatted: bool, options: dict[str, Any]) -> spi.Stream:
         return self._start(self.completion_prompt(prompt, formatted), options)
 
     def _start_chat(
         self, messages: Sequence[ChatMessage], options: dict[str, Any]
-    ) -> tuple[Stream, Tools]:
+    ) -> tuple[spi.Stream, Tools]:
         options = dict(options)
         tools = taken(self.loaded_engine(), options)
         if not tools.is_offered:
@@ -278,16 +261,16 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """One answer to a string; put in a user's message unless it is formatted already."""
-        stream = self._start_completion(prompt, formatted, kwargs)
-        return completion_response(self, stream, "".join(stream))
+        stream = self._start_string(prompt, formatted, kwargs)
+        return completion(self, stream, "".join(stream))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
         """An answer to a string, piece by piece."""
-        stream = self._start_completion(prompt, formatted, kwargs)
-        return pieces(stream, partial(completion_response, self, stream))
+        stream = self._start_string(prompt, formatted, kwargs)
+        return pieces(stream, partial(completion, self, stream))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -308,16 +291,16 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """As `complete`, off the event loop."""
-        stream = await asyncio.to_thread(self._start_completion, prompt, formatted, kwargs)
-        return completion_response(self, stream, await stream.atext())
+        stream = await asyncio.to_thread(self._start_string, prompt, formatted, kwargs)
+        return completion(self, stream, await stream.atext())
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
-    ) -> CompletionResponseAsyncGen:
+    ) -> AsyncGenerator[CompletionResponse, None]:
         """As `stream_complete`, off the event loop."""
-        stream = await asyncio.to_thread(self._start_completion, prompt, formatted, kwargs)
-        return apieces(stream, partial(completion_response, self, stream))
+        stream = await asyncio.to_thread(self._start_string, prompt, formatted, kwargs)
+        return apieces(stream, partial(completion, self, stream))
 
     # Tools -----------------------------------------------------------------------------------
 
@@ -377,8 +360,7 @@ class CachedRAGLLM(FrameworkModel, FunctionCallingLLM):
             ValueError: there are none.
             CutOffError: the answer ended within one, or before it.
         """
-        check_whole(response, must_call=error_on_no_tool_call)
-        return selections(response.message)
+        return selections(response, must_call=error_on_no_tool_call)
 
 
 def unwrapped(llm: LLM) -> CachedRAGLLM:

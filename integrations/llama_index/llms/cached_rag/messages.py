@@ -8,32 +8,24 @@ from __future__ import annotations
 import sys
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.generic_utils import messages_to_prompt
-from llama_index.core.base.llms.types import (
-    ChatMessage,
-    ChatResponse,
-    CompletionResponse,
-    LogProb,
-    MessageRole,
-    TextBlock,
-)
-from llama_index.core.bridge.pydantic import Field
+from llama_index.core.base.llms.types import LogProb, TextBlock
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
+from llama_index.core.llms import ChatMessage, ChatResponse, CompletionResponse, MessageRole
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.llms.cached_rag.tools import blocks, called
+from pydantic import Field
 
 from cached_rag import Report, Tools
 from cached_rag.pml import Fillable, Schema, SchemaTemplate, sent
 from cached_rag.spi import FrameworkModel, Stream, shown_logprob
 
 _T = TypeVar("_T")
-Prompt = str | list[dict[str, Any]]
 _ROLES = {"function": "tool", "chatbot": "assistant", "model": "assistant", "developer": "system"}
 
 
@@ -61,24 +53,6 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
         found["tool_call_id"] = str(message.additional_kwargs.get("tool_call_id", ""))
         found["name"] = str(message.additional_kwargs.get("name", ""))
     return found
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class OwnTemplate:
-    """A model's own chat template, for those who ask for a prompt as a string.
-
-    Its repr holds no model's, which would hold this, and so on without end.
-    """
-
-    llm: FrameworkModel
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnTemplate:
-        """The copy's, where the LLM is copied, too."""
-        return OwnTemplate(memo.get(id(self.llm), self.llm))
-
-    def __call__(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt."""
-        return self.llm.loaded_engine().tokenization.template.render(plain(messages)).text
 
 
 class GrowingChat:
@@ -109,7 +83,7 @@ class GrowingChat:
         return ChatResponse(message=message, delta=delta, **_about(self._llm, self._stream, piece))
 
 
-def completion_response(
+def completion(
     llm: FrameworkModel, stream: Stream, text: str, piece: str | None = None
 ) -> CompletionResponse:
     """As `GrowingChat.response`, for a completion."""

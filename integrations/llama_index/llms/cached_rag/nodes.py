@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from llama_index.core.base.embeddings.base import BaseEmbedding
-from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
+from pydantic import Field, PrivateAttr
 
 from cached_rag import Embedder
 from cached_rag.spi import Learner

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
-from llama_index.core.base.llms.types import (
-    ChatMessage,
-    ChatResponse,
-    ContentBlock,
-    TextBlock,
-    ToolCallBlock,
-)
-from llama_index.core.bridge.pydantic import BaseModel
+from llama_index.core.base.llms.types import ChatMessage, ContentBlock, TextBlock, ToolCallBlock
+from llama_index.core.llms import ChatResponse
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.llms.utils import parse_partial_json
@@ -23,6 +16,7 @@ from llama_index.core.program.utils import process_streaming_objects
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.tools.types import BaseTool
 from llama_index.core.types import PydanticProgramMode
+from pydantic import BaseModel
 
 from cached_rag import Engine, Tools
 from cached_rag.errors import CutOffError
@@ -34,11 +28,6 @@ _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls")
 CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 # Options of a program, which are not the caller's to choose.
 _OWN = frozenset({"tool_required", "tool_choice", "allow_parallel_tool_calls"})
-
-
-def can_call() -> bool:
-    """Whether the packages that calls need are installed (extra "tools")."""
-    return find_spec("llguidance") is not None
 
 
 def offered(tools: Sequence[BaseTool], choice: str, *, parallel: bool) -> dict[str, Any]:
@@ -76,7 +65,7 @@ def blocks(tools: Tools, text: str, ids: list[str], *, is_over: bool) -> list[Co
     return found
 
 
-def selections(message: ChatMessage) -> list[ToolSelection]:
+def _selections(message: ChatMessage) -> list[ToolSelection]:
     """The calls in a message; of one that is not complete yet, the arguments so far."""
     return [
         ToolSelection(
@@ -89,8 +78,8 @@ def selections(message: ChatMessage) -> list[ToolSelection]:
     ]
 
 
-def check_whole(response: ChatResponse, *, must_call: bool) -> None:
-    """See that no call in a finished answer lacks its end: it would be made as it is.
+def selections(response: ChatResponse, *, must_call: bool) -> list[ToolSelection]:
+    """The calls in an answer; in a finished one, none may lack its end: it would be made as it is.
 
     Args:
         must_call: see also that there is one.
@@ -112,6 +101,7 @@ def check_whole(response: ChatResponse, *, must_call: bool) -> None:
         if is_cut:
             raise CutOffError(f"{by} cut the answer off before it called a tool; {mend}")
         raise ValueError(f"the answer calls no tool: {response.message.content!r}")
+    return _selections(response.message)
 
 
 def called(message: ChatMessage) -> list[dict[str, Any]]:
@@ -126,7 +116,7 @@ def called(message: ChatMessage) -> list[dict[str, Any]]:
             "id": one.tool_id,
             "function": {"name": one.tool_name, "arguments": one.tool_kwargs},
         }
-        for one in selections(message) or map(_selection, beside)
+        for one in _selections(message) or map(_selection, beside)
     ]
 
 

@@ -20,13 +20,10 @@ with needs_extra("llama-index", "the integration with LlamaIndex"):
     from llama_index.core.llms.llm import LLM
     from llama_index.core.prompts import BasePromptTemplate
     from llama_index.core.schema import BaseComponent, BaseNode
-    from llama_index.core.vector_stores.types import (
-        BasePydanticVectorStore,
-        MetadataFilters,
-        VectorStoreQuery,
-        VectorStoreQueryResult,
-    )
-    from llama_index.llms.cached_rag import CachedRAGLLM, bare_text, module_text, unwrapped
+    from llama_index.core.vector_stores import VectorStoreQuery, VectorStoreQueryResult
+    from llama_index.core.vector_stores.types import BasePydanticVectorStore, MetadataFilters
+    from llama_index.llms.cached_rag import CachedRAGLLM, unwrapped
+    from llama_index.llms.cached_rag.nodes import bare_text, module_text
 
 __all__ = ["CachedVectorStore"]
 _log = logging.getLogger(__name__)
