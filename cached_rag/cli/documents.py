@@ -112,9 +112,6 @@ def ingest_command(
         options.OptionsOf(
             (IndexConfig, ModelConfig, StoreConfig, DocumentLimits),
             shown=("chunk_tokens", "codec", "first_exact", "search", "device", "remote"),
-            but=NOT_OF_AN_INDEX,
-            environment=ENVIRONMENT,
-            shown=("chunk_tokens", "codec", "context", "search", "device", "remote"),
             but=options.NOT_OF_AN_INDEX,
             environment=options.ENVIRONMENT,
         ),
