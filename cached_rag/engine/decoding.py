@@ -26,7 +26,7 @@ from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
-from cached_rag.engine.report import Trace, TraceSource
+from cached_rag.engine.trace import Trace, TraceSource
 from cached_rag.grammar.grammar import Matcher, overlap
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV

@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from cached_rag.engine.report import Report
-from cached_rag.engine.report import Counts, Kind, Span, Trace, TracePart
+from cached_rag.engine.trace import Counts, Kind, Span, Trace, TracePart
 from cached_rag.errors import ConfigError
 
 MEANING = {

@@ -17,7 +17,7 @@ from cached_rag.engine.repair import Following, Pieces
 from cached_rag.engine.report import Clock
 from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
-from cached_rag.engine.report import Coverage
+from cached_rag.engine.trace import Coverage
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVBuffer, LayerLoader, ModuleKV
 from cached_rag.library.plan import Placement, Plan

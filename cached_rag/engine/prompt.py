@@ -22,7 +22,7 @@ from cached_rag.engine.repair import Following, Pieces
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
-from cached_rag.engine.report import Coverage, TraceSource
+from cached_rag.engine.trace import Coverage, TraceSource
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 from cached_rag.library.matching import inner_ids

@@ -19,7 +19,7 @@ from cached_rag.engine.decoding import Generation, TokenLogprobs
 from cached_rag.engine.report import Report
 from cached_rag.engine.request import Item, Request, Status
 from cached_rag.engine.scheduler import Scheduler
-from cached_rag.engine.report import Trace, TraceSource
+from cached_rag.engine.trace import Trace, TraceSource
 
 _ONE_WAY = (
     "pieces of this stream were taken in another way before (as an iterator, or asynchronously), "

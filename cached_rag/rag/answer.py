@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
     from cached_rag.engine.explanation import Explanation
     from cached_rag.engine.stream import Stream
-    from cached_rag.engine.report import Trace, TraceSource
+    from cached_rag.engine.trace import Trace, TraceSource
 
 # A message with its role and content; of a conversation's questions with their chunks, too.
 Turn = dict[str, Any]

@@ -16,7 +16,7 @@ from cached_rag.engine import profile
 from cached_rag.engine.explanation import visible
 from cached_rag.engine.profile import Profile
 from cached_rag.engine.report import Report
-from cached_rag.engine.report import Kind, Span, Trace
+from cached_rag.engine.trace import Kind, Span, Trace
 from cached_rag.kv.fingerprint import digest
 
 HOSTILE = (

@@ -12,7 +12,7 @@ from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.prefill import Repair
 from cached_rag.engine.decoding import answer_alone
 from cached_rag.engine.sharing import Sharing
-from cached_rag.engine.report import Kind
+from cached_rag.engine.trace import Kind
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import AnchorFlow, InfoFlow, Layout

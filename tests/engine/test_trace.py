@@ -16,7 +16,7 @@ from tiny_gguf import write_gguf
 from cached_rag import Engine, StoreConfig
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.engine import trace as tracing
-from cached_rag.engine.report import Coverage, Kind
+from cached_rag.engine.trace import Coverage, Kind
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.fingerprint import digest
 from cached_rag.rag.answer import AnswerStream
