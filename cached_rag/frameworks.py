@@ -308,6 +308,10 @@ class FrameworkModel(_Fields):
         """Begin to bring texts' KV into memory; see `cached_rag.Engine.prefetch`."""
         self.loaded_engine().prefetch(list(texts))
 
+    def order(self, texts: Iterable[str]) -> list[int]:
+        """Indices of texts as an earlier prompt began with them; see `cached_rag.Engine.order`."""
+        return self.loaded_engine().order(list(texts))
+
     def forget(self, texts: Iterable[str]) -> None:
         """Drop texts and their KV."""
         self.loaded_engine().forget(list(texts))

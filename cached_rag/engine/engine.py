@@ -368,6 +368,15 @@ class Engine:
         self.library.handed_over.add(texts)
         self.library.prefetch(texts)
 
+    def order(self, texts: Sequence[str]) -> list[int]:
+        """Indices of texts in an order in which an earlier prompt began with them.
+
+        What a prompt has in common with it is then reused without loss. Texts that continue no
+        earlier prompt keep their order, behind the others.
+        """
+        names = [digest(text.strip()) for text in texts]
+        return self.sequences.order(self.settings.namespace, names)
+
     def forget(self, texts: Sequence[str]) -> int:
         """Forget texts, and delete all KV of them, whichever process encoded it.
 

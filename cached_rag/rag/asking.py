@@ -18,7 +18,6 @@ from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError
-from cached_rag.kv.fingerprint import digest
 from cached_rag.library.matching import ANCHOR
 from cached_rag.rag.answer import Answer, AnswerStream, Dialogue, Prompts, Turn, searched
 from cached_rag.rag.chunks import Reranker
@@ -102,9 +101,7 @@ class Asking:
         if not (hits or wanted.answer_anyway):
             return self.decline(question, lookup)
         if wanted.reorder:
-            names = [digest(hit.text.strip()) for hit in hits]
-            order = self.engine.sequences.order(self.engine.settings.namespace, names)
-            hits = [hits[place] for place in order]
+            hits = [hits[place] for place in self.engine.order([hit.text for hit in hits])]
         # 2) A prompt with as many of them as fit.
         hits, rendered = self.prompts.fitting(question, hits, config.max_tokens, said)
         # 3) The answer, token by token, while it is taken.

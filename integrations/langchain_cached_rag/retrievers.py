@@ -46,6 +46,9 @@ class CachedRetriever(BaseRetriever):
     k: int | None = None
     """Most documents to return; None leaves that to the retriever inside. What takes no k, as a
     chain that begins with a function, is not given it, and what it returns is cut."""
+    reorder: bool = False
+    """Return the documents in an order in which an earlier prompt began with them, so that its KV
+    is reused without loss; those that continue none come behind, in the retriever's order."""
     progress: Progress = None
     """How "eager" shows how far it is; see `cached_rag.encode_progress`."""
 
@@ -71,9 +74,7 @@ class CachedRetriever(BaseRetriever):
     ) -> list[Document]:
         kwargs, k = self._arguments(kwargs)
         config = runnables.patch_config(outer, callbacks=run_manager.get_child())
-        documents = self.retriever.invoke(query, config, **kwargs)[:k]
-        self._know(documents)
-        return documents
+        return self._known(self.retriever.invoke(query, config, **kwargs)[:k])
 
     async def _aget_relevant_documents(
         self,
@@ -86,8 +87,7 @@ class CachedRetriever(BaseRetriever):
         kwargs, k = self._arguments(kwargs)
         config = runnables.patch_config(outer, callbacks=run_manager.get_child())
         documents = (await self.retriever.ainvoke(query, config, **kwargs))[:k]
-        await asyncio.to_thread(self._know, documents)
-        return documents
+        return await asyncio.to_thread(self._known, documents)
 
     def _arguments(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
         """What the retriever inside is given; and how many documents it may return."""
@@ -96,11 +96,13 @@ class CachedRetriever(BaseRetriever):
             kwargs["k"] = k
         return kwargs, k
 
-    def _know(self, documents: list[Document]) -> None:
+    def _known(self, documents: list[Document]) -> list[Document]:
+        """The documents, in the order wanted, of which the model is told."""
         texts = [document.page_content for document in documents]
         options = {"prompt": self.prompt, "variable": self.variable, "progress": self.progress}
         Learner(self.llm, self.encode, options).learn(texts)
         self.llm.prefetch(texts)
+        return [documents[at] for at in self.llm.order(texts)] if self.reorder else documents
 
 
 def takes(runnable: Any, argument: str) -> bool:

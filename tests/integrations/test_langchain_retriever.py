@@ -233,3 +233,27 @@ def test_bad_settings_are_refused(llm, inner):
         CachedRetriever(retriever=inner, llm="smollm2")
     with pytest.raises(ValueError, match="prefetch"):
         CachedRetriever(retriever=inner, llm=llm, prefetch=True)
+
+
+def test_documents_come_in_the_order_of_an_earlier_prompt(inner):
+    """And so a model that can reuse nothing but beginnings reuses them."""
+    first, *others = [Document(text) for text in CHUNKS]
+    with Engine(tiny_model("qwen3_5"), StoreConfig(memory_bytes=1 << 30)) as engine:
+        llm = ChatCachedRAG(engine=engine, max_tokens=2)
+        found = RunnableLambda(lambda _: [*others, first])
+        plain, ordered = (
+            CachedRetriever(retriever=found, llm=llm, reorder=reorder) for reorder in (False, True)
+        )
+        assert ordered.invoke("copper") == plain.invoke("copper") == [*others, first]
+
+        def asked(documents, question):
+            text = "\n\n".join(one.page_content for one in documents)
+            return llm.invoke(PROMPT.invoke({"context": text, "question": question}))
+
+        asked([first, *others], "What turns green?")
+        asked([first, *others], "Who lit the lamp?")  # from now on its beginning is kept
+        assert plain.invoke("copper") == [*others, first]
+        again = asyncio.run(ordered.ainvoke("copper"))
+        assert again == ordered.invoke("copper") == [first, *others]
+        report = asked(again, "Who went to the pole?").response_metadata["cached_rag"]
+        assert report["cached_tokens"] > 0.5 * report["prompt_tokens"]

@@ -13,7 +13,7 @@ from typing import Literal
 
 import llama_index.core
 import pytest
-from conftest import CHUNKS
+from conftest import CHUNKS, tiny_model
 from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex
 from llama_index.core.agent.react import ReActChatFormatter
 from llama_index.core.agent.workflow import ReActAgent
@@ -37,6 +37,8 @@ from llama_index.postprocessor.cached_rag import CachedPostprocessor
 from llama_index.response_synthesizers.cached_rag import CachedSynthesizer, WholeChunks
 from llama_index.retrievers.cached_rag import CachedRetriever
 from pydantic import BaseModel, Field
+
+from cached_rag import Engine, StoreConfig
 
 # Of the chat memory's database, where it is collected while a test still runs (see `unclosed`).
 pytestmark = pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")
@@ -276,6 +278,19 @@ def test_a_citation_engine_shows_nodes_without_metadata(llm, index):
     first, second = llm.reports()
     assert (second.modules_hit, second.modules_missed) == (3, 0)
     assert not [note for note in (*first.notes, *second.notes) if "retrieved" in note]
+
+
+@pytest.mark.parametrize("reorder", [False, True])
+def test_nodes_come_in_the_order_of_an_earlier_prompt_if_that_is_wanted(index, reorder):
+    with Engine(tiny_model("llama"), StoreConfig(settle=False)) as engine:
+        llm = CachedRAGLLM(engine=engine, max_tokens=2)
+        found = index.as_retriever(similarity_top_k=3).retrieve(QUESTION)
+        llm.encode_nodes([one.node for one in found])
+        texts = [module_text(one.node) for one in found[::-1]]
+        engine.generate("\n\n".join([*texts, "Why?"]), method="full", max_tokens=1)
+        retriever = CachedRetriever(index.as_retriever(similarity_top_k=3), llm, reorder=reorder)
+        again = [module_text(one.node) for one in retriever.retrieve(QUESTION)]
+        assert again == (texts if reorder else texts[::-1])
 
 
 def test_a_model_that_is_asked_something_else_warns_of_nothing(llm, index):

@@ -38,6 +38,10 @@ class Reader(Learner):
         # The engine remembers so many: those shown come last, and are forgotten last.
         self.llm.prefetch(dict.fromkeys([*bare, *shown]))
 
+    def ordered(self, nodes: Sequence[NodeWithScore]) -> list[NodeWithScore]:
+        """The nodes in an order in which an earlier prompt began with them."""
+        return [nodes[at] for at in self.llm.order(module_text(node.node) for node in nodes)]
+
 
 class SentenceTransformerEmbedding(BaseEmbedding):
     """Unit vectors from a sentence-transformers model, loaded when first used.

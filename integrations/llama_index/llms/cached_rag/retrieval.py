@@ -36,6 +36,7 @@ class CachedRetriever(BaseRetriever):
         encode: Encode = "background",
         prompt: BasePromptTemplate | None = None,
         variable: str = "context_str",
+        reorder: bool = False,
         **kwargs: Any,
     ) -> None:
         """Wrap a retriever.
@@ -43,6 +44,8 @@ class CachedRetriever(BaseRetriever):
         Args:
             encode: what happens to nodes that have no KV; see `cached_rag.spi.Learner`.
             prompt, variable: the template nodes go to, for "eager"; see `CachedRAGLLM.encode`.
+            reorder: return nodes in an order in which an earlier prompt began with them, so that
+                its KV is reused without loss; the others behind, in the retriever's order.
             kwargs: `BaseRetriever`'s.
 
         Raises:
@@ -52,17 +55,18 @@ class CachedRetriever(BaseRetriever):
         # One that did not call its base's constructor has none before it is asked.
         manager = getattr(retriever, "callback_manager", Settings.callback_manager)
         super().__init__(**{"callback_manager": manager, **kwargs})
-        self._retriever = retriever
+        self._retriever, self._reorder = retriever, reorder
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        nodes = self._retriever.retrieve(query_bundle)
-        self._reader.expect(nodes)
-        return nodes
+        return self._known(self._retriever.retrieve(query_bundle))
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         nodes = await self._retriever.aretrieve(query_bundle)
-        await asyncio.to_thread(self._reader.expect, nodes)
-        return nodes
+        return await asyncio.to_thread(self._known, nodes)
+
+    def _known(self, nodes: list[NodeWithScore]) -> list[NodeWithScore]:
+        self._reader.expect(nodes)
+        return self._reader.ordered(nodes) if self._reorder else nodes
 
     def _get_prompt_modules(self) -> dict[str, Any]:
         return {"retriever": self._retriever}
