@@ -172,9 +172,12 @@ def _passes(model: Backend, buffer: KVBuffer, ids: torch.Tensor) -> list[tuple[i
     compute(0, least)
     affordable = int(least * _PASS_S / (time.perf_counter() - began))
     rows = max(least, min(few, affordable))
+    places = [(rows, preceding) for preceding in (0, longest // 2, longest - rows)]
+    if model.keeps_states:  # what precedes would have to be computed each time
+        places = [(share * rows, 0) for share in (1, 2, 4)]
     return [
-        (rows, preceding, _median_s(functools.partial(compute, preceding, rows)))
-        for preceding in (0, longest // 2, longest - rows)
+        (count, preceding, _median_s(functools.partial(compute, preceding, count)))
+        for count, preceding in places
     ]
 
 

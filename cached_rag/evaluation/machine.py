@@ -152,6 +152,11 @@ def self_test(engine: Engine) -> list[SelfTest]:
     allowed = _MARGIN * max(own, _rounding(model))
     buffer = KVBuffer.like(model.shapes, _TOKENS)
     tests = [SelfTest("full prefill", error(model.prefill(buffer, ids).logits), allowed)]
+    if model.keeps_states:
+        half = _TOKENS // 2
+        model.prefill(buffer, ids[:, :half], num_logits=0)
+        logits = model.prefill(buffer, ids, torch.arange(half, _TOKENS)).logits
+        return [*tests, SelfTest("going on from states", error(logits), allowed)]
     rows = torch.tensor([*range(3, _TOKENS - 1, 5), _TOKENS - 1])
     logits = model.prefill(buffer, ids, rows).logits
     tests.append(SelfTest("scattered rows over true KV", error(logits), allowed))

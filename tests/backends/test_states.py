@@ -8,6 +8,7 @@ from conftest import CHUNKS, HYBRIDS, NEW_PROMPTS, ask, plain_logits, random_ids
 
 from cached_rag import Engine, GenerationConfig
 from cached_rag.errors import ModelError, RelocationError
+from cached_rag.evaluation.machine import examine, self_test
 from cached_rag.kv.buffer import KVBuffer
 
 TOLERANCE = 1e-4
@@ -52,6 +53,15 @@ def test_nothing_but_what_follows_the_states_can_be_computed():
         model.prefill(buffer, ids, torch.arange(30, 40))
     with pytest.raises(ModelError, match="scattered"):
         model.prefill(buffer, ids, torch.tensor([3, 39]))
+
+
+def test_the_doctor_tries_what_there_is(opened):
+    tests = self_test(opened)
+    assert [test.name for test in tests] == ["full prefill", "going on from states"]
+    assert all(test.passed for test in tests)
+    facts = examine(opened)
+    assert "keep a state" in facts["position_rule"]
+    assert facts["prefill_tokens_per_s_512"] > 0
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
