@@ -344,9 +344,11 @@ def _places(header: Mapping[str, str], count: int) -> tuple[tuple[int, int] | No
     """Where each layer is, as the header says; KeyError or ValueError if it says it wrongly."""
     if "places" not in header:
         return tuple((0, layer) for layer in range(count))
-    found = tuple(
-        None if at is None else (int(at[0]), int(at[1])) for at in json.loads(header["places"])
-    )
+    try:
+        given = json.loads(header["places"])
+        found = tuple(None if at is None else (int(at[0]), int(at[1])) for at in given)
+    except (TypeError, IndexError) as error:
+        raise ValueError(f"its header places layers wrongly ({error})") from error
     held = sorted(at for at in found if at is not None)
     sizes = Counter(at[0] for at in held)
     if held != [(n, i) for n in range(len(sizes)) for i in range(sizes[n])] or len(held) != count:
