@@ -58,7 +58,7 @@ class IndexConfig:
     chunk_tokens: int = 256
     codec: str = "raw"
     primers: int = 1
-    first_exact: bool = False
+    first_exact: bool = True
     system: str = SYSTEM
     search: str = "vectors"
 

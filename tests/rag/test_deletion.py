@@ -114,7 +114,9 @@ def test_a_text_goes_in_every_codec(tmp_path):
 
 def opened(tmp_path, **options):
     engine = Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path / "index" / "kv")))
-    return CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding(), **options)
+    return CachedRAG.open(
+        tmp_path / "index", engine=engine, embedding=WordEmbedding(), first_exact=False, **options
+    )
 
 
 @pytest.fixture

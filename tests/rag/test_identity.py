@@ -133,7 +133,7 @@ def test_same_files_in_different_folders_are_different_documents(rag, tmp_path):
 def test_deleting_takes_sources_and_paths_and_says_what_went(rag, docs, monkeypatch):
     ingest(rag, docs)
     first = rag.delete("docs/a.txt")
-    assert (first.source, first.chunks, first.kvs) == ("docs/a.txt", 1, 1)
+    assert (first.source, first.chunks, first.kvs) == ("docs/a.txt", 1, 2)
     assert rag.delete(docs / "b.txt").source == "docs/b.txt"
     monkeypatch.chdir(docs)
     with pytest.raises(DocumentError, match=r"no document c.txt; near it are docs/deep/c.txt"):
@@ -180,7 +180,7 @@ def test_deleting_needs_no_model(rag, docs, tmp_path, monkeypatch):
     rag.close()
     monkeypatch.setattr(Engine, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     with CachedRAG.open(tmp_path / "index") as bare:
-        assert bare.delete("docs/a.txt").kvs == 1
+        assert bare.delete("docs/a.txt").kvs == 2
         assert [document.is_encoded for document in bare.documents()] == [True, True]
 
 
@@ -202,5 +202,5 @@ def test_an_index_stays_where_it_was_opened(docs, tmp_path, monkeypatch, model_f
     monkeypatch.chdir(tmp_path)
     with CachedRAG.open("index") as rag:
         monkeypatch.chdir(tmp_path / "elsewhere")
-        assert rag.delete("docs/a.txt").kvs == 1
+        assert rag.delete("docs/a.txt").kvs == 2
     assert list((tmp_path / "elsewhere").iterdir()) == []
