@@ -65,9 +65,6 @@ class Ragged:
             raise IndexError(f"layer {index} keeps nothing of its own")
         return self.stacks[place[0]][place[1]]
 
-    def __setitem__(self, index: tuple[Any, ...], value: Ragged) -> None:
-        self[index].copy_(value)
-
     def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Ragged:
         """The same of changed stacks."""
         return Ragged([change(stack) for stack in self.stacks], self.places)

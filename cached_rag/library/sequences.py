@@ -193,7 +193,8 @@ class Sequences:
             length = max((at for at in snapshots if at <= length), default=0)
         if kv.positions is not None or not is_worth(length, sequence.chunks):
             return
-        if not self._has_room(length * kv.own.nbytes // kv.own.capacity):
+        rows = kv.own.keys.nbytes + kv.own.values.nbytes
+        if not self._has_room(length * rows // kv.own.capacity):
             return
         with self._lock:
             kept = self._copied(sequence, kv, length)
