@@ -271,8 +271,8 @@ def on(model, ids, count, base):
     """A prompt whose first `count` tokens' KV is in `base`, the others' in a buffer of its own."""
     whole = prefilled(model, ids)
     own = KVBuffer.like(model.shapes, len(ids) - count + 8)
-    own.keys[:, :, :, : len(ids) - count] = whole.keys[:, :, :, count : len(ids)]
-    own.values[:, :, :, : len(ids) - count] = whole.values[:, :, :, count : len(ids)]
+    own.keys[:, :, :, : len(ids) - count].copy_(whole.keys[:, :, :, count : len(ids)])
+    own.values[:, :, :, : len(ids) - count].copy_(whole.values[:, :, :, count : len(ids)])
     return RowKV(own, len(ids), [Run(base, 0, count, 0)])
 
 

@@ -68,8 +68,8 @@ def drafted(model):
         read[2][:33] = read[0]
         alone = KVBuffer.like(model.shapes, 40)
         model.prefill(alone, torch.tensor([read[2]]), num_logits=0)
-        begun.keys[:, :, :, :7] = alone.keys[:, :, :, 33:]
-        begun.values[:, :, :, :7] = alone.values[:, :, :, 33:]
+        begun.keys[:, :, :, :7].copy_(alone.keys[:, :, :, 33:])
+        begun.values[:, :, :, :7].copy_(alone.values[:, :, :, 33:])
     return rows, read
 
 
