@@ -26,16 +26,17 @@ from cached_rag.backends.base import StepInput
 from cached_rag.backends.llama_cpp import api, loading
 from cached_rag.backends.llama_cpp import context as context_module
 from cached_rag.backends.llama_cpp import model as backend_module
-from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, StateFormat, Work
+from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Work
 from cached_rag.backends.llama_cpp.loading import FileOutline, load_llama_cpp
 from cached_rag.backends.llama_cpp.model import neighbours
+from cached_rag.backends.llama_cpp.state_format import Cells, Dims, Section, StateFormat
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.cli.main import app
 from cached_rag.engine.drafts import DEAREST
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
-from cached_rag.kv.layers import KVShapes, LayerShape
+from cached_rag.kv.layers import LayerShape
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods import Epic, Layout
 
@@ -83,24 +84,45 @@ def assert_same_kv(one, other, slots):
 
 
 def test_a_state_is_put_together_and_taken_apart():
-    shapes = KVShapes.even(3, LayerShape(2, 4, 6), torch.float16, torch.device("cpu"))
-    form = StateFormat(shapes, (-7, 0), (0, 0))
-    part = torch.randn(3, 2, 7, 4).half(), torch.randn(3, 2, 7, 6).half()
-    positions = torch.tensor([4, 5, 9, 10, 13, 12, 11])
-    state = form.compose(positions, *part)
-    cells = form.parse(state)
-    assert cells.positions.tolist() == positions.tolist()
-    for side in (0, 1):
-        assert torch.equal(cells.part[side], part[side])
-        in_order = part[side][:, :, [0, 1, 2, 3, 6, 5, 4]]
-        assert torch.equal(cells.sorted().part[side], in_order)
-    assert StateFormat.of(state, shapes, 7) == form
-    with pytest.raises(ModelError, match="other layers"):
-        StateFormat.of(state[:-1], shapes, 7)
+    sections = (Section(3, LayerShape(2, 4, 6)), Section(2, LayerShape(1, 8, 8), middle=(3, 4)))
+    form = StateFormat(sections, (-7, 0))
+    shapes, positions = form.shapes, torch.tensor([4, 5, 9, 10, 13, 12, 11])
+    keys, values = shapes.empty(7)
+    for stack in (*keys.stacks, *values.stacks):
+        stack.normal_()
+    state = form.put_together(positions.tolist(), (keys, values))
+    assert len(state) == form.size(7)
+    assert [cells.positions.tolist() for cells in form.parse(state)] == [positions.tolist()] * 2
+    found = shapes.empty(7)
+    form.take_apart(state, found)
+    order = [0, 1, 2, 3, 6, 5, 4]
+    for mine, its in zip((keys, values), found, strict=True):
+        for layer in range(5):
+            assert torch.equal(mine[layer][:, order], its[layer])
+    assert StateFormat.of(state, Dims((4, 8))) == form
+    fewer = [
+        Cells(one.positions[:n], one.keys[:, :n], one.values[:, :n])
+        for n, one in zip((7, 3), form.parse(state), strict=True)
+    ]
+    windowed = form.compose(fewer)  # a window's tokens are fewer
+    assert StateFormat.of(windowed, Dims((4, 8))) == form
+    with pytest.raises(ModelError, match="cannot have|were expected"):
+        form.parse(state[:-4])
     wrong = state.clone()
-    wrong[16 + 7 * 12 + 16] += 1  # the type that stands before the first layer's rows
-    with pytest.raises(ModelError, match="not laid out"):
-        StateFormat.of(wrong, shapes, 7)
+    wrong[8 + 8 + 7 * 12 + 16] += 1  # the type that stands before the first layer's rows
+    for damaged in (wrong, state[:-4]):
+        with pytest.raises(ModelError, match="not laid out"):
+            StateFormat.of(damaged, Dims((4, 8)))
+
+
+def test_a_latent_has_its_rotated_part_behind_it():
+    form = StateFormat((Section(2, LayerShape(1, 6, 4), is_latent=True),))
+    part = torch.randn(2, 1, 3, 6).half(), torch.randn(2, 1, 3, 4).half()
+    state = form.put_together([0, 1, 2], part)
+    (cells,) = form.parse(state)
+    rows = torch.cat([cells.keys, cells.values], dim=-1)
+    assert torch.equal(rows[1, 2, 0], torch.cat([part[0][1, 0, 2], part[1][1, 0, 2]]))
+    assert StateFormat.of(state, Dims((0, 0), latent=4)) == form
 
 
 def test_neighbours_stand_at_neighbouring_slots_and_positions():
@@ -117,13 +139,13 @@ def test_moved_keys_are_those_that_llama_cpp_moves(model):
     context.compute([Work(own, ids, 0)])
     here, there = (KVBuffer.like(model.shapes, len(ids)) for _ in range(2))
     keys, values = here.keys[:, 0], here.values[:, 0]
-    context.read(own, 0, keys, values)
+    context.read(own, 0, (keys, values))
     add = context._c.llama_memory_seq_add
     add.restype, add.argtypes = None, (ctypes.c_void_p, *[ctypes.c_int32] * 4)
     add(context._memory, own, 0, -1, 100)
     context.compute([Work(own, [5], 100 + len(ids))])  # only now it moves them
     its = there.keys[:, 0]
-    context.read(own, 100, its, there.values[:, 0])
+    context.read(own, 100, (its, there.values[:, 0]))
     context.drop(own)
     buffer = KVBuffer.like(model.shapes, 200)
     buffer.place(ModuleKV(tuple(ids), 0, keys, values), 100, model.rule)
@@ -161,7 +183,7 @@ def test_scaled_rotations_are_found_and_hold_over_long_distances(scaling, tmp_pa
         with model.context.opened() as own:
             model.context.compute([Work(own, ids, begin, 0)])
             there = KVBuffer.like(model.shapes, len(ids))
-            model.context.read(own, begin, there.keys[:, 0], there.values[:, 0])
+            model.context.read(own, begin, (there.keys[:, 0], there.values[:, 0]))
         parts.append(there.keys[:, 0])
     moved = model.rule.relocate(parts[0], 9000, torch.empty_like(parts[0]))
     error = (moved.float() - parts[1].float()).norm() / parts[1].float().norm()

@@ -4,12 +4,8 @@ A context has a fixed number of cells, one for each token's KV, and all sequence
 made again, larger, when they do not suffice; whoever uses it keeps all KV elsewhere and puts it in
 anew. All numbers are checked before llama.cpp sees them.
 
-The bytes in which llama.cpp hands out a sequence's KV and takes it back are read from
-`llama_kv_cache::state_write` of the pinned build: two numbers of the format, the number of streams,
-the cells (position, number of sequences, sequence), then keys of each layer and values of each
-layer, a row a cell, in fp16. Keys are stored rotated. Nothing says so in llama.cpp's interface, so
-`StateFormat.of` takes a state apart and puts it together again before it is trusted. Knows tokens
-and KV; knows no prompt.
+Where layers keep something else than KV of each token, such as recurrent ones, a sequence's state
+is taken out and put in as a whole, as bytes. Knows tokens and KV; knows no prompt.
 """
 
 from __future__ import annotations
@@ -24,16 +20,13 @@ import numpy as np
 import torch
 
 from cached_rag.backends.llama_cpp import api
+from cached_rag.backends.llama_cpp.state_format import Part, StateFormat
 from cached_rag.errors import ModelError
-from cached_rag.kv.layers import KVShapes
+from cached_rag.kv.layers import KVShapes, LayerShape, stacks_of
 
-_F16 = 1  # of `enum ggml_type`
-_HEAD, _CELL, _TENSOR = 4 * 4, 3 * 4, 4 + 8  # bytes before the cells, of a cell, before a tensor
-_MIDDLE = 4 * 4  # bytes between cells and tensors
-# (num_layers, num_kv_heads, num_tokens, dim) keys and values of some tokens.
-Part = tuple[torch.Tensor, torch.Tensor]
-# Sequences at the same time: running answers, and two that a prefill needs for itself.
-MAX_SEQUENCES = 64
+# Sequences at the same time: running answers, and two that a prefill needs for itself. Memory for
+# what recurrent layers keep is reserved for each.
+MAX_SEQUENCES, MAX_RECURRENT = 64, 8
 # Tokens whose KV goes in or out at once: as a state it is in memory once more meanwhile.
 _PIECE = 512
 # Tokens that one call of llama.cpp gets.
@@ -45,141 +38,6 @@ _MOST_LOGITS = 160
 _LEAST_CELLS = 1024
 # (token, position, sequence, whether its logits are wanted).
 _Token = tuple[int, int, int, bool]
-
-
-@dataclass(frozen=True)
-class Cells:
-    """Some tokens' KV.
-
-    Attributes:
-        positions: (num_cells,) int32, of each token.
-        keys: (num_layers, num_cells, num_kv_heads, head_dim) fp16, rotated for their positions.
-        values: (num_layers, num_cells, num_kv_heads, value_dim) fp16.
-    """
-
-    positions: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    @property
-    def part(self) -> Part:
-        """Keys and values in this library's order of axes."""
-        return self.keys.transpose(1, 2), self.values.transpose(1, 2)
-
-    def sorted(self) -> Cells:
-        """The same by position; copied only if it has another order."""
-        order = self.positions.argsort()
-        if torch.equal(order, torch.arange(len(order))):
-            return self
-        return Cells(self.positions[order], self.keys[:, order], self.values[:, order])
-
-
-@dataclass(frozen=True)
-class StateFormat:
-    """How this build writes this model's states.
-
-    Attributes:
-        begin: the state's first two numbers.
-        middle: the last two before the tensors.
-    """
-
-    shapes: KVShapes
-    begin: tuple[int, int]
-    middle: tuple[int, int]
-
-    @classmethod
-    def of(cls, state: torch.Tensor, shapes: KVShapes, tokens: int) -> StateFormat:
-        """Learn the format from a state that llama.cpp wrote.
-
-        Args:
-            state: (num_bytes,) uint8.
-            tokens: how many tokens it has.
-
-        Raises:
-            ModelError: the state is not as this module expects it.
-        """
-        found = cls(shapes, (0, 0), (0, 0))
-        if len(state) != found.size(tokens):
-            raise ModelError(
-                f"llama.cpp's state of {tokens} tokens has {len(state)} bytes and not "
-                f"{found.size(tokens)}: this model has other layers than one plain KV cache each "
-                "(sliding windows, recurrent layers), whose state cannot be put together; use "
-                'backend="transformers"'
-            )
-        begin = state[:8].view(torch.int32).tolist()
-        at = _HEAD + tokens * _CELL + 8
-        middle = state[at : at + 8].view(torch.int32).tolist()
-        found = cls(shapes, (begin[0], begin[1]), (middle[0], middle[1]))
-        cells = found.parse(state)
-        if not torch.equal(found.compose(cells.positions, *cells.part), state):
-            raise ModelError(
-                "llama.cpp's state is not laid out as in the build that was checked; install "
-                "that one (see docs/llama_cpp.md)"
-            )
-        return found
-
-    def size(self, tokens: int) -> int:
-        """Bytes of a state of so many tokens."""
-        fixed = _HEAD + _MIDDLE + 2 * self.shapes.num_layers * _TENSOR
-        return fixed + tokens * (_CELL + self.shapes.bytes_per_token)
-
-    def parse(self, state: torch.Tensor) -> Cells:
-        """The KV in a state, as views of it, in the order of its cells.
-
-        Raises:
-            ModelError: it is no state of this format.
-        """
-        count = int(state[12:16].view(torch.int32)) if len(state) >= _HEAD else 0
-        if len(state) != self.size(count):
-            raise ModelError(f"a state of {len(state)} bytes cannot have {count} tokens")
-        cells = state[_HEAD : _HEAD + count * _CELL].view(torch.int32).view(count, 3)
-        at = _HEAD + count * _CELL + _MIDDLE
-        keys, at = self._tensors(state, at, count, self.shapes.only.key_dim)
-        values, at = self._tensors(state, at, count, self.shapes.only.value_dim)
-        return Cells(cells[:, 0], keys, values)
-
-    def compose(
-        self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        """A state with this KV, for whichever sequence takes it.
-
-        Args:
-            positions: (num_cells,) of the tokens.
-            keys, values: (num_layers, num_kv_heads, num_cells, dim) of them.
-        """
-        count, layers = len(positions), self.shapes.num_layers
-        state = torch.empty(self.size(count), dtype=torch.uint8)
-        cells = _HEAD + count * _CELL
-        state[:_HEAD].view(torch.int32).copy_(torch.tensor([*self.begin, 1, count]))
-        rows = state[_HEAD:cells].view(torch.int32).view(count, 3)
-        rows[:, 0], rows[:, 1], rows[:, 2] = positions, 1, 0
-        middle = torch.tensor([0, layers, *self.middle])
-        state[cells : cells + _MIDDLE].view(torch.int32).copy_(middle)
-        at = cells + _MIDDLE
-        for side in (keys, values):
-            width = side.shape[-1]
-            head = torch.tensor([_F16, 2 * self.shapes.only.heads * width, 0], dtype=torch.int32)
-            heads = self._heads(state, at, count, width)
-            heads.copy_(head.view(torch.uint8).expand_as(heads))
-            target, at = self._tensors(state, at, count, width)
-            target.copy_(side.transpose(1, 2))
-        return state
-
-    def _heads(self, state: torch.Tensor, at: int, count: int, dim: int) -> torch.Tensor:
-        """(num_layers, 12) uint8: what stands before each layer's rows."""
-        each = _TENSOR + 2 * count * self.shapes.only.heads * dim
-        return state.as_strided((self.shapes.num_layers, _TENSOR), (each, 1), at)
-
-    def _tensors(
-        self, state: torch.Tensor, at: int, count: int, dim: int
-    ) -> tuple[torch.Tensor, int]:
-        """(num_layers, count, num_kv_heads, dim) fp16 view of the rows, and where they end."""
-        layers, heads = self.shapes.num_layers, self.shapes.only.heads
-        each = _TENSOR + 2 * count * heads * dim
-        halves = state[: len(state) // 2 * 2].view(torch.float16)
-        strides = (each // 2, heads * dim, dim, 1)
-        rows = halves.as_strided((layers, count, heads, dim), strides, (at + _TENSOR) // 2)
-        return rows, at + layers * each
 
 
 @dataclass(frozen=True)
@@ -209,27 +67,56 @@ class FullError(Exception):
         self.cells = cells
 
 
+# The KV of a model whose states are kept whole: nothing that has a place in a buffer.
+_WHOLE = KVShapes.even(1, LayerShape(1, 0, 0), torch.float16, torch.device("cpu"))
+
+
 class LlamaContext:
     """One context of a model.
 
     Attributes:
-        shapes: of the model's KV.
         vocab_size: number of tokens that the model knows.
+        window: how many tokens layers with a sliding window see; 0 if there are none.
+        sees_distance: layers use how far tokens are apart otherwise than by rotation.
+        max_sequences: how many there may be at the same time.
+        least: fewest cells.
         size: number of cells.
-        format: how states are laid out; None until it was learned.
+        format: how states are laid out; None until it was learned, or if they are kept whole.
+        bytes_per_token: of memory, about.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, model: int, shapes: KVShapes, vocab_size: int, threads: int
+        self,
+        library: ctypes.CDLL,
+        model: int,
+        vocab_size: int,
+        threads: int,
+        *,
+        least: int = 0,
+        has_alibi: bool = False,
     ) -> None:
         """Allocate nothing yet."""
-        self._c, self._model, self.shapes = library, model, shapes
+        self._c, self._model = library, model
         self.vocab_size, self._threads = vocab_size, threads
         self._handle: int | None = None
         self._memory: int | None = None
         self._held: dict[int, int] = {}
-        self.size = 0
+        self.size, self.least, self.bytes_per_token = 0, max(least, _LEAST_CELLS), 0
+        self.window = library.llama_model_n_swa(model)
+        self.sees_distance = has_alibi or bool(self.window)
+        self.max_sequences = MAX_RECURRENT if self.is_recurrent else MAX_SEQUENCES
         self.format: StateFormat | None = None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state that has no length."""
+        model = self._model
+        return bool(self._c.llama_model_is_recurrent(model) or self._c.llama_model_is_hybrid(model))
+
+    @property
+    def shapes(self) -> KVShapes:
+        """Of the model's KV, as far as it is taken apart."""
+        return _WHOLE if self.format is None else self.format.shapes
 
     @property
     def used(self) -> int:
@@ -244,15 +131,15 @@ class LlamaContext:
         """
         self.free()
         params = api.default_params(self._c, api.ContextParams)
-        size = max(_LEAST_CELLS, -(-cells // 256) * 256)
-        params.n_ctx, params.n_batch, params.n_seq_max = size, _BATCH, MAX_SEQUENCES
+        size = max(self.least, -(-cells // 256) * 256)
+        params.n_ctx, params.n_batch, params.n_seq_max = size, _BATCH, self.max_sequences
         params.n_threads = params.n_threads_batch = self._threads
         params.n_outputs_max_per_seq = _LOGITS
         params.n_outputs_max = _MOST_LOGITS
         params.flash_attn_type, params.kv_unified = 1, True
         self._handle = self._c.llama_init_from_model(self._model, params)
         if not self._handle:
-            nbytes = size * self.shapes.bytes_per_token
+            nbytes = size * self.bytes_per_token
             raise ModelError(
                 f"llama.cpp makes no context for the KV of {size} tokens ({nbytes >> 20} MiB); its "
                 "messages in the log say why. If memory is short, ask shorter prompts, or fewer at "
@@ -283,7 +170,7 @@ class LlamaContext:
         Raises:
             FullError: there are too many.
         """
-        number = next((n for n in range(MAX_SEQUENCES) if n not in self._held), None)
+        number = next((n for n in range(self.max_sequences) if n not in self._held), None)
         if number is None:
             raise FullError
         self._held[number] = 0
@@ -318,14 +205,12 @@ class LlamaContext:
         if begin < end:
             self._c.llama_memory_seq_cp(self._memory, source, target, begin, end)
 
-    def put(
-        self, sequence: int, positions: Sequence[int], keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
+    def put(self, sequence: int, positions: Sequence[int], part: Part) -> None:
         """Append KV to a sequence.
 
         Args:
             positions: of the tokens, ascending, behind the sequence's last.
-            keys, values: (num_layers, num_kv_heads, num_tokens, dim) of them.
+            part: (num_layers, num_kv_heads, num_tokens, dim) keys and values of them.
 
         Raises:
             FullError: there are too few cells.
@@ -333,23 +218,40 @@ class LlamaContext:
         """
         self.require(len(positions))
         for begin in range(0, len(positions), _PIECE):
-            piece = slice(begin, begin + _PIECE)
-            self._put_piece(sequence, positions[piece], keys[:, :, piece], values[:, :, piece])
+            some = slice(begin, begin + _PIECE)
+            keys, values = (side[:, :, some] for side in part)
+            self._put_piece(sequence, positions[some], (keys, values))
 
-    def _put_piece(
-        self, sequence: int, positions: Sequence[int], keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
+    def _put_piece(self, sequence: int, positions: Sequence[int], part: Part) -> None:
         """By way of a sequence of its own, as llama.cpp empties the one that it fills."""
         assert self.format is not None
-        state = self.format.compose(torch.tensor(positions), keys, values)
         with self.opened() as own:
-            read = self._c.llama_state_seq_set_data(self._handle, state.data_ptr(), len(state), own)
-            if not read:  # no free cells side by side
-                raise FullError(self.used + len(positions))
-            if read != len(state):
-                raise ModelError(f"llama.cpp took {read} of {len(state)} bytes of a prompt's KV")
+            self._fill(own, self.format.put_together(positions, part), len(positions))
             self.take(own, sequence, positions[0], positions[-1] + 1)
+            self._held[own] = 0
         self._held[sequence] += len(positions)
+
+    def restore(self, sequence: int, state: torch.Tensor, tokens: int) -> None:
+        """Fill an empty sequence with a state that `state` gave.
+
+        Args:
+            tokens: how many it has read.
+
+        Raises:
+            FullError: there are too few cells.
+            ModelError: llama.cpp refuses it.
+        """
+        self.require(tokens)
+        self._fill(sequence, state, tokens)
+
+    def _fill(self, sequence: int, state: torch.Tensor, tokens: int) -> None:
+        size = len(state)
+        read = self._c.llama_state_seq_set_data(self._handle, state.data_ptr(), size, sequence)
+        if not read:  # no free cells side by side
+            raise FullError(self.used + tokens)
+        if read != size:
+            raise ModelError(f"llama.cpp took {read} of {size} bytes of a prompt's KV")
+        self._held[sequence] = tokens
 
     def state(self, sequence: int, tokens: int | None = None) -> torch.Tensor:
         """(num_bytes,) uint8: a sequence's KV in llama.cpp's own form.
@@ -372,27 +274,43 @@ class LlamaContext:
 
         llama.cpp appends a token only at the position after the last. Of a cell's position it uses
         nothing but the order, so a gap is left by calling all cells before it by later ones.
+
+        Raises:
+            ModelError: the model uses the distance, for sliding windows or ALiBi.
         """
         assert self.format is not None
-        cells = self.format.parse(self.state(sequence)).sorted()
+        if self.sees_distance:
+            raise ModelError(
+                "llama.cpp leaves no gaps between a prompt's positions where layers see the "
+                'distance of tokens (sliding windows, ALiBi); use backend="transformers"'
+            )
+        state = self.state(sequence)
+        positions = self.format.parse(state)[0].sorted().positions + shift
+        part = self.shapes.empty(len(positions))
+        self.format.take_apart(state, part)
         self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
         self._held[sequence] = 0
-        self.put(sequence, (cells.positions + shift).tolist(), *cells.part)
+        self.put(sequence, positions.tolist(), part)
 
-    def read(self, sequence: int, begin: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def read(self, sequence: int, begin: int, part: Part) -> None:
         """Copy the KV of the tokens from position `begin` on.
 
         Args:
-            keys, values: (num_layers, num_kv_heads, num_tokens, dim), where to. As many tokens are
-                read as they have room for; they stand at positions without gaps.
+            part: (num_layers, num_kv_heads, num_tokens, dim) keys and values, where to. As many
+                tokens are read as they have room for; they stand at positions without gaps.
         """
         assert self.format is not None
-        for done in range(0, keys.shape[2], _PIECE):
-            some = min(_PIECE, keys.shape[2] - done)
-            with self.opened() as part:
-                self.take(sequence, part, begin + done, begin + done + some)
-                found = self.format.parse(self.state(part, some)).sorted()
-            keys[:, :, done : done + some], values[:, :, done : done + some] = found.part
+        done, count = 0, stacks_of(part[0])[0].shape[2]
+        while done < count:
+            at = begin + done
+            # What a window's last token does not see is left out of a state.
+            whole = self.window - at % self.window if self.window else _PIECE
+            some = min(_PIECE, whole, count - done)
+            keys, values = (side[:, :, done : done + some] for side in part)
+            with self.opened() as piece:
+                self.take(sequence, piece, at, at + some)
+                self.format.take_apart(self.state(piece, some), (keys, values))
+            done += some
 
     def compute(self, work: Sequence[Work]) -> torch.Tensor:
         """Append tokens to sequences; (sum of `num_logits`, vocab_size) logits, in their order.

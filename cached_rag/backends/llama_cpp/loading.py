@@ -1,8 +1,9 @@
 """Loads a GGUF with llama.cpp. What the backend relies on is tried before anything does.
 
 That is: how states are laid out, how keys depend on position, and whether KV that is put together
-gives what llama.cpp computes itself. With weights in few bits llama.cpp rounds activations to 8
-bits, so two equal computations may differ a little.
+gives what llama.cpp computes itself. Where it does not, as where layers are recurrent, states are
+kept as a whole, and it is tried that a prompt goes on from them. With weights in few bits llama.cpp
+rounds activations to 8 bits, so two equal computations may differ a little.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import math
 import os
 import weakref
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,9 @@ from transformers import AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import read_field
 
 from cached_rag.backends.llama_cpp import api
-from cached_rag.backends.llama_cpp.context import LlamaContext, StateFormat, Work
+from cached_rag.backends.llama_cpp.context import LlamaContext, Work
 from cached_rag.backends.llama_cpp.model import LlamaCppModel, Prompt
+from cached_rag.backends.llama_cpp.state_format import Dims, StateFormat
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes
 from cached_rag.backends.resolve import ModelSource, made, resolve
 from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
@@ -31,7 +34,7 @@ from cached_rag.backends.untrusted import BoundedReader, judged
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import KVShapes, LayerShape, even
+from cached_rag.kv.layers import Layered, by_layer, each
 from cached_rag.kv.positions import LayerRule, PositionRule, match_rule
 
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
@@ -47,8 +50,11 @@ _TEXTS = (
     "def f(x):\n    return {'a': [x ** 2, None]}  # 100%",
 )
 _WHOLE = "whole.gguf"
+# llama.cpp's base where a file has none, also of layers with a sliding window.
+_BASE = 10_000.0
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 Frequencies = list[tuple[float, ...]]
-# YaRN's turns within the original context (`_kept`), unless a file has others.
+# YaRN's turns within the original context (`_yarn_share`), unless a file has others.
 _FAST, _SLOW = 32.0, 1.0
 _PROBE_TOKENS = 24
 # How far keys are moved, in positions. Scaled frequencies differ little over a short distance, and
@@ -77,9 +83,8 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         ConfigError: it is no GGUF.
         ModelNotFoundError: there is no such file, or it has no tokenizer that transformers knows.
         MissingPackageError: llama.cpp is not installed.
-        ModelError: the file is damaged, does not fit in memory, or is of a kind whose KV cannot be
-            put together (sliding windows, recurrent layers, several position axes); or a GPU is
-            wanted and the build has none.
+        ModelError: the file is damaged, or does not fit in memory; or a GPU is wanted and the build
+            has none.
     """
     library, source = api.load(), gguf_source(name)
     if on_gpu and not library.llama_supports_gpu_offload():
@@ -98,25 +103,30 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
     context: LlamaContext | None = None
     try:
-        _check_kind(library, handle, reader, name)
-        shapes, architecture = _shapes(library, handle, reader), reader.architecture
-        frequencies = frequencies_of(reader, shapes.only.key_dim)
+        outline = Outline.of(reader, library, handle)
         del reader
         vocab = library.llama_model_get_vocab(handle)
         size = library.llama_vocab_n_tokens(vocab)
-        context = LlamaContext(library, handle, shapes, size, threads or torch.get_num_threads())
+        context = LlamaContext(
+            library,
+            handle,
+            size,
+            threads or torch.get_num_threads(),
+            least=outline.least_cells,
+            has_alibi=outline.has_alibi,
+        )
         tokenizer = tokenizer_of(source, path)
         if gguf_source(name) != source:
             raise ModelError(f"{path} was changed while it was loaded; load it again")
         _check_tokenizer(library, vocab, tokenizer, name)
         ids = probe_ids(library, vocab, size)
-        rule = examined(context, architecture, frequencies, ids)
+        rule = examined(context, outline, ids)
         kv_facts = {
             "version": _KV_VERSION,
             "weights": source.digest,
             "backend": f"{api.PACKAGE} {api.BUILD}",
             "tokenizer": fingerprint.digest(tokenizer.backend_tokenizer.to_str()),
-            "dtype": str(shapes.dtype),
+            "dtype": str(context.shapes.dtype),
         }
         model = LlamaCppModel(
             name=name,
@@ -245,49 +255,58 @@ class FileOutline(BoundedReader):
         return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY]
 
 
-def _check_kind(library: ctypes.CDLL, handle: int, reader: FileOutline, name: str) -> None:
-    """See that a model's KV is one plain cache.
+@dataclass(frozen=True)
+class Outline:
+    """What a file says of how its KV depends on position, and of the rows of states.
 
-    Raises:
-        ModelError: it is not.
+    Attributes:
+        architecture: such as "llama".
+        dims: what states do not say of their rows.
+        frequencies: rotary ones that the file may mean.
+        has_alibi: its scores depend on distance.
+        least_cells: with fewer cells llama.cpp would rotate otherwise (longrope).
     """
-    tensors = {tensor.name for tensor in reader.tensors}
 
-    def has(key: str) -> bool:
-        return f"{reader.architecture}.{key}" in reader.fields
+    architecture: str
+    dims: Dims
+    frequencies: Frequencies
+    has_alibi: bool
+    least_cells: int
 
-    kinds = {
-        "it has recurrent layers": library.llama_model_is_recurrent(handle)
-        or library.llama_model_is_hybrid(handle),
-        "its positions have several axes": has("rope.dimension_sections"),
-        "it has sliding windows": reader.number("attention.sliding_window", 0),
-        "its scores depend on distance (ALiBi)": has("attention.max_alibi_bias"),
-        "its rotation changes with the context's length": "rope_factors_long.weight" in tensors,
-    }
-    if wrong := [why for why, is_so in kinds.items() if is_so]:
-        raise ModelError(
-            f"the KV of {name} cannot be put together in llama.cpp: {' and '.join(wrong)}; use "
-            'backend="transformers"'
+    @classmethod
+    def of(cls, reader: FileOutline, library: ctypes.CDLL, handle: int) -> Outline:
+        """Read it."""
+        even = library.llama_model_n_embd(handle) // max(1, library.llama_model_n_head(handle))
+        width = int(reader.number("attention.key_length", even))
+        sliding = int(reader.number("attention.key_length_swa", width))
+        rotated = int(reader.number("rope.dimension_count", 0)) or width
+        is_latent = bool(reader.number("attention.key_length_mla", 0))
+        is_long = any(tensor.name == "rope_factors_long.weight" for tensor in reader.tensors)
+        trained = reader.number("context_length", 0)
+        original = reader.number("rope.scaling.original_context_length", trained)
+        return cls(
+            reader.architecture,
+            Dims((width, sliding), rotated if is_latent else 0),
+            frequencies_of(reader, width),
+            bool(reader.number("attention.max_alibi_bias", 0)),
+            int(original) + 1 if is_long else 0,
         )
-
-
-def _shapes(library: ctypes.CDLL, handle: int, reader: FileOutline) -> KVShapes:
-    """The model's KV as llama.cpp keeps it."""
-    dim = library.llama_model_n_embd(handle) // max(1, library.llama_model_n_head(handle))
-    shape = LayerShape(
-        library.llama_model_n_head_kv(handle),
-        int(reader.number("attention.key_length", dim)),
-        int(reader.number("attention.value_length", dim)),
-    )
-    return KVShapes.even(
-        library.llama_model_n_layer(handle), shape, torch.float16, torch.device("cpu")
-    )
 
 
 def frequencies_of(reader: FileOutline, head_dim: int) -> Frequencies:
     """Rotary frequencies that the file may mean: as they are, scaled, or with a factor each."""
     dim = int(reader.number("rope.dimension_count", 0)) or head_dim
-    base = reader.number("rope.freq_base", 10_000.0)
+    base = reader.number("rope.freq_base", _BASE)
+    sliding = int(reader.number("attention.key_length_swa", dim))
+    dims = dim, int(reader.number("rope.dimension_count_swa", sliding))
+    bases = base, reader.number("rope.freq_base_swa", _BASE)
+    pairs = dict.fromkeys((width, one) for width in dims for one in bases)
+    found = [one for width, base in pairs for one in _frequencies(reader, width, base)]
+    return list(dict.fromkeys(tuple(one.tolist()) for one in found if one.isfinite().all()))
+
+
+def _frequencies(reader: FileOutline, dim: int, base: float) -> list[torch.Tensor]:
+    """What a file may mean of so many rotated dimensions."""
     plain = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     scaled = plain / (reader.number("rope.scaling.factor", 1.0) or 1.0)
     found = [plain, scaled]
@@ -295,15 +314,19 @@ def frequencies_of(reader: FileOutline, head_dim: int) -> Frequencies:
     slow = reader.number("rope.scaling.yarn_beta_slow", _SLOW)
     # llama.cpp reads these numbers for some architectures only.
     for turns in ((_FAST, _SLOW), (fast, slow)):
-        kept = _kept(reader, dim, base, *turns)
+        kept = _yarn_share(reader, dim, base, *turns)
         found.append(kept * plain + (1 - kept) * scaled)
     for tensor in reader.tensors:
-        if tensor.name == "rope_freqs.weight":
-            found.append(plain / torch.tensor(tensor.data, dtype=torch.float64).flatten())
-    return list(dict.fromkeys(tuple(one.tolist()) for one in found if one.isfinite().all()))
+        if tensor.name in _FACTORS:
+            factors = torch.tensor(tensor.data, dtype=torch.float64).flatten()
+            if len(factors) == len(plain):
+                found += [plain / factors, scaled / factors]
+    return found
 
 
-def _kept(reader: FileOutline, dim: int, base: float, fast: float, slow: float) -> torch.Tensor:
+def _yarn_share(
+    reader: FileOutline, dim: int, base: float, fast: float, slow: float
+) -> torch.Tensor:
     """YaRN: of each frequency, the share that is not scaled; (dim / 2,).
 
     It is 1 for those that turn more than `fast` times within the original context, 0 for those that
@@ -325,94 +348,140 @@ def probe_ids(library: ctypes.CDLL, vocab: int, size: int) -> list[int]:
     return [token for n, token in enumerate(found) if n % step == 0][:_PROBE_TOKENS]
 
 
-def examined(
-    context: LlamaContext, architecture: str, frequencies: Frequencies, ids: list[int]
-) -> PositionRule:
+def examined(context: LlamaContext, outline: Outline, ids: list[int]) -> PositionRule:
     """Learn the states' format, and the rule by which keys are moved.
 
+    Where states are not taken apart, the context has no format, and the rule the reason.
+
     Args:
-        architecture: the model's, for messages.
-        frequencies: the rotary ones that the file may mean.
         ids: some tokens (`probe_ids`).
 
     Raises:
-        ModelError: KV that is put together does not give what llama.cpp computes.
+        ModelError: a prompt does not go on from a state that is put in whole.
     """
     context.resize(0)
-    own, third = context.open(), len(ids) // 3
-    cuts = [0, third, 2 * third, len(ids) - 1, len(ids)]
-    for begin, end in pairwise(cuts):  # as `_check_parts` computes them: cuts change the rounding
-        logits = context.compute([Work(own, ids[begin:end], begin)])[0]
-    context.format = StateFormat.of(context.state(own), context.shapes, len(ids))
-    here = _read(context, own, 0, len(ids))
-    context.drop(own)
-    _check_parts(context, ids, cuts, here, logits)
-    return _rule(context, architecture, frequencies, ids, here)
+    third, end = len(ids) // 3, len(ids) - 1
+    probe = _Probe(context, ids, (0, third, 2 * third, end, end + 1))
+    try:
+        if context.is_recurrent:
+            raise ModelError("it has recurrent layers")
+        context.format = StateFormat.of(probe.whole, outline.dims)
+        context.bytes_per_token = context.shapes.bytes_per_token
+        here = probe.read(0)
+        probe.check_parts(here)
+    except ModelError as error:
+        context.format, context.bytes_per_token = None, probe.bytes_per_token
+        probe.check_whole()
+        return PositionRule(reason=f"llama.cpp's states are kept as a whole: {error}")
+    return _rule(probe, outline, here)
 
 
-def _read(context: LlamaContext, sequence: int, begin: int, tokens: int) -> KVBuffer:
-    buffer = KVBuffer.like(context.shapes, tokens)
-    context.read(sequence, begin, even(buffer.keys)[:, 0], even(buffer.values)[:, 0])
-    return buffer
+class _Probe:
+    """Some tokens, computed in a few pieces: where they are cut changes the rounding.
 
-
-def _rule(
-    context: LlamaContext,
-    architecture: str,
-    frequencies: Frequencies,
-    ids: list[int],
-    here: KVBuffer,
-) -> PositionRule:
-    """How keys depend on position, from the same tokens at three places."""
-    there = {delta: _moved(context, ids, delta) for delta in (_NEAR, _FAR)}
-    layers: list[LayerRule] = []
-    for layer, before in enumerate(even(here.keys)[:, 0]):
-        after = {delta: keys[layer] for delta, keys in there.items()}
-        found = match_rule(before, after, frequencies, _TOLERANCE)
-        if found is None:
-            return PositionRule(
-                reason=f"no known rotation explains how llama.cpp's keys of {architecture} "
-                f"models move (layer {len(layers)})"
-            )
-        layers.append(found)
-    return PositionRule(tuple(layers))
-
-
-def _moved(context: LlamaContext, ids: list[int], begin: int) -> torch.Tensor:
-    """(num_layers, num_kv_heads, seq_len, head_dim) keys of tokens from position `begin` on."""
-    with context.opened() as sequence:
-        context.compute([Work(sequence, ids, begin, 0)])
-        return even(_read(context, sequence, begin, len(ids)).keys)[:, 0]
-
-
-def _check_parts(
-    context: LlamaContext, ids: list[int], cuts: list[int], here: KVBuffer, expected: torch.Tensor
-) -> None:
-    """See that tokens computed between KV that was put in give the logits of a plain prefill.
-
-    KV of other tokens, put in their place, must be noticed.
-
-    Args:
-        cuts: where the plain prefill was cut; every other piece is put in.
-        here: its KV.
-        expected: its logits.
+    Attributes:
+        logits: after the last of them.
+        begun: the state behind the first piece.
+        whole: the state behind all.
     """
-    _, first, second, last, _ = cuts
-    slots = [*range(first, second), *range(last, len(ids))]
 
-    def logits(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        prompt = Prompt(KVBuffer(keys.clone(), values.clone()), 0, ids, slots)
+    def __init__(self, context: LlamaContext, ids: list[int], cuts: tuple[int, ...]) -> None:
+        self.context, self.ids, self.cuts = context, ids, cuts
         with context.opened() as own:
-            return prompt.compose(context, own, 1)[0]
+            self._append(own, cuts[:2])
+            self.begun = context.state(own)
+            self.logits = self._append(own, cuts[1:])
+            self.whole = context.state(own)
 
-    keys, values = even(here.keys), even(here.values)
-    error = _distance(logits(keys, values), expected)
-    control = _distance(logits(keys.flip(3), values.flip(3)), expected)
-    if not error <= max(_NOTHING, min(_PARTS_TOLERANCE, _PARTS_SHARE * control)):
-        raise ModelError(
-            f"KV that is put together does not give what llama.cpp computes (error {error:.1e}, "
-            f'wrong KV {control:.1e}); use backend="transformers"'
-        )
+    def _append(self, sequence: int, cuts: tuple[int, ...], shift: int = 0) -> torch.Tensor:
+        for begin, end in pairwise(cuts):
+            work = Work(sequence, self.ids[begin:end], begin + shift)
+            logits = self.context.compute([work])[0]
+        return logits
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of a state; besides, it may have a part that does not grow."""
+        more = len(self.ids) - self.cuts[1]
+        return max(1, (len(self.whole) - len(self.begun)) // more)
+
+    def read(self, begin: int) -> KVBuffer:
+        """The KV of the tokens where they stand from position `begin` on."""
+        buffer = KVBuffer.like(self.context.shapes, len(self.ids))
+        with self.context.opened() as own:
+            self._append(own, self.cuts, begin)
+            self.context.read(own, begin, (buffer.keys[:, 0], buffer.values[:, 0]))
+        return buffer
+
+    def check_parts(self, here: KVBuffer) -> None:
+        """See that tokens computed between KV that was put in give the logits of a plain prefill.
+
+        Every other piece is put in. KV of other tokens, put in their place, must be noticed.
+
+        Args:
+            here: KV of a plain prefill.
+
+        Raises:
+            ModelError: they do not, or it is not noticed.
+        """
+        _, first, second, last, _ = self.cuts
+        slots = [*range(first, second), *range(last, len(self.ids))]
+
+        def logits(keys: Layered, values: Layered) -> torch.Tensor:
+            prompt = Prompt(KVBuffer(keys, values), 0, self.ids, slots)
+            with self.context.opened() as own:
+                return prompt.compose(self.context, own, 1)[0]
+
+        def flipped(side: Layered) -> Layered:
+            return each(side, lambda stack: stack.flip(3))
+
+        right = logits(here.keys.clone(), here.values.clone())
+        wrong = logits(flipped(here.keys), flipped(here.values))
+        self._compare(right, wrong, "KV that is put together does not give what llama.cpp computes")
+
+    def check_whole(self) -> None:
+        """See that a prompt goes on from a state that is put in whole, and only from its own.
+
+        Raises:
+            ModelError: it does not.
+        """
+        begin = self.cuts[1]
+        with self.context.opened() as other:
+            self.context.compute([Work(other, self.ids[begin:0:-1], 0, 0)])
+            others = self.context.state(other)
+
+        def logits(state: torch.Tensor) -> torch.Tensor:
+            with self.context.opened() as own:
+                self.context.restore(own, state, begin)
+                return self._append(own, self.cuts[1:])
+
+        what = "a prompt does not go on from its state"
+        self._compare(logits(self.begun), logits(others), what)
+
+    def _compare(self, right: torch.Tensor, wrong: torch.Tensor, what: str) -> None:
+        error, control = (_distance(found, self.logits) for found in (right, wrong))
+        if not error <= max(_NOTHING, min(_PARTS_TOLERANCE, _PARTS_SHARE * control)):
+            raise ModelError(f"{what} (error {error:.1e}, wrong KV {control:.1e})")
+
+
+def _rule(probe: _Probe, outline: Outline, here: KVBuffer) -> PositionRule:
+    """How keys, and what of latents is rotated, depend on position: from three places."""
+    there = {delta: probe.read(delta) for delta in (_NEAR, _FAR)}
+    found: dict[str, list[LayerRule]] = {"keys": [], "values": []}
+    sides = ("keys", "values") if outline.dims.latent else ("keys",)
+    for side in sides:
+        before = by_layer(getattr(here, side)[:, 0])
+        after = {delta: by_layer(getattr(kv, side)[:, 0]) for delta, kv in there.items()}
+        for layer in range(len(before)):
+            moved = {delta: kv[layer] for delta, kv in after.items()}
+            rule = match_rule(before[layer], moved, outline.frequencies, _TOLERANCE)
+            if rule is None:
+                return PositionRule(
+                    reason="no known rotation explains how llama.cpp's keys of "
+                    f"{outline.architecture} models move (layer {layer})"
+                )
+            found[side].append(rule)
+    return PositionRule(tuple(found["keys"]), values=tuple(found["values"]))
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -17,25 +17,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
-from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, FullError, LlamaContext, Part, Work
+from cached_rag.backends.llama_cpp.context import FullError, LlamaContext, Work
+from cached_rag.backends.llama_cpp.residents import Owner, Residents, SequenceState
+from cached_rag.backends.llama_cpp.state_format import Part
 from cached_rag.backends.machine import free_bytes
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import KVShapes, even
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods import spelled
 from cached_rag.methods.base import Layout, Selector
 
 Run = tuple[int, int]  # begin and end (exclusive) of neighbouring slots
-Owner = KVBuffer | RowKV
-# Rows of one call: a sequence each, and some more are needed besides.
-_MOST_ROWS = MAX_SEQUENCES // 2
 # A context is made larger by one part in so many than is needed at once.
 _SLACK = 4
 T = TypeVar("T")
@@ -76,22 +74,21 @@ class Prompt:
         done, left, found = 0, len(self.slots), []
         for begin, end in neighbours(self.slots, positions):
             if done < begin:
-                keys, values = self._room(done, begin)
-                context.put(sequence, positions[done:begin], keys, values)
+                context.put(sequence, positions[done:begin], self._room(done, begin))
             if begin and (gap := positions[begin] - positions[begin - 1] - 1):
                 context.relabel(sequence, gap)
             left -= end - begin
             wanted = min(end - begin, max(0, num_logits - left))
             work = Work(sequence, self.ids[begin:end], positions[begin], wanted)
             found.append(context.compute([work]))
-            context.read(sequence, positions[begin], *self._room(begin, end))
+            context.read(sequence, positions[begin], self._room(begin, end))
             done = end
         return torch.cat(found)
 
     def _room(self, begin: int, end: int) -> Part:
         """Views of some slots' keys and values."""
-        keys, values = even(self.buffer.keys), even(self.buffer.values)
-        return keys[:, self.row, :, begin:end], values[:, self.row, :, begin:end]
+        at = (slice(None), self.row, slice(None), slice(begin, end))
+        return self.buffer.keys[at], self.buffer.values[at]
 
 
 def neighbours(slots: Sequence[int], positions: Sequence[int]) -> list[Run]:
@@ -105,85 +102,6 @@ def neighbours(slots: Sequence[int], positions: Sequence[int]) -> list[Run]:
         follows = bool(runs) and runs[-1][1] == slot and positions[slot] == positions[slot - 1] + 1
         runs[-1:] = [(runs[-1][0], slot + 1)] if follows else [*runs[-1:], (slot, slot + 1)]
     return runs
-
-
-@dataclass
-class Resident:
-    """A prompt in the context.
-
-    Attributes:
-        sequence: where it is.
-        length: how many of its slots are there, from the first.
-        used: when it was used last, as a count of uses.
-    """
-
-    sequence: int
-    length: int
-    used: int
-
-
-class Residents:
-    """The prompts in one context, by the buffer that holds them, or by their `RowKV`."""
-
-    def __init__(self, context: LlamaContext) -> None:
-        self._context = context
-        self._found: WeakKeyDictionary[Owner, Resident] = WeakKeyDictionary()
-        self._sequences: dict[int, ref[Owner]] = {}
-        self._uses = 0
-
-    def add(self, owner: Owner, sequence: int, length: int) -> None:
-        """Note that a prompt's first `length` slots are in a sequence."""
-        self._uses += 1
-        self._found[owner] = Resident(sequence, length, self._uses)
-        self._sequences[sequence] = ref(owner)
-
-    def has(self, sequence: int) -> bool:
-        """Whether somebody resides in a sequence."""
-        return sequence in self._sequences
-
-    def of(self, kv: RowKV) -> Resident | None:
-        """The resident that has a row's KV; None if it is not in the context.
-
-        A prompt is prefilled into a buffer, and then goes on as a row that has it.
-        """
-        found = self._found.get(kv)
-        if found is None and not kv.runs and (found := self._found.pop(kv.own, None)) is not None:
-            self._found[kv] = found
-            self._sequences[found.sequence] = ref(kv)
-        if found is not None:
-            self._uses += 1
-            found.used = self._uses
-        return found
-
-    def remove(self, owner: Owner) -> None:
-        """Drop a prompt's sequence, if it is there."""
-        found = self._found.pop(owner, None)
-        if found is not None:
-            self._sequences.pop(found.sequence)
-            self._context.drop(found.sequence)
-
-    def sweep(self) -> bool:
-        """Drop the sequences of prompts that are over; False if there are none."""
-        over = [number for number, owner in self._sequences.items() if owner() is None]
-        for number in over:
-            del self._sequences[number]
-            self._context.drop(number)
-        return bool(over)
-
-    def make_room(self) -> bool:
-        """Drop what is over, or else the prompt that waits for longest; False if there is none."""
-        if self.sweep():
-            return True
-        found = [(one.used, owner) for owner, one in self._found.items()]
-        if not found:
-            return False
-        self.remove(min(found, key=lambda pair: pair[0])[1])
-        return True
-
-    def clear(self) -> None:
-        """Forget all, as the context is gone."""
-        self._found.clear()
-        self._sequences.clear()
 
 
 @dataclass(frozen=True)
@@ -210,8 +128,8 @@ class LlamaCppModel:
 
     # The same for every model, so no fields.
     repetition_penalty = 1.0
-    can_watch = can_narrow = can_share = keeps_states = False
-    can_batch = can_append = True
+    can_watch = can_narrow = can_share = False
+    can_batch = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "residents", Residents(self.context))
@@ -220,6 +138,16 @@ class LlamaCppModel:
     def shapes(self) -> KVShapes:
         """See `Backend`."""
         return self.context.shapes
+
+    @property
+    def keeps_states(self) -> bool:
+        """See `Backend`. So it is where the KV of single tokens is not taken out of a state."""
+        return self.context.format is None
+
+    @property
+    def can_append(self) -> bool:
+        """See `Backend`. Tokens that are taken back have moved sliding windows on."""
+        return not self.keeps_states and not self.context.window
 
     @property
     def vocab_size(self) -> int:
@@ -246,10 +174,12 @@ class LlamaCppModel:
     ) -> Prefilled:
         """See `Backend`. All prompts of a batch have the KV before the first computed token."""
         wanted = torch.arange(token_ids.shape[1]) if slots is None else slots.cpu()
-        tails = []
-        for row in range(len(token_ids)):
-            ids = token_ids[row].tolist()
-            tails.append(self._prefill_row(buffer, row, ids, wanted.tolist(), num_logits))
+        tails, at = [], wanted.tolist()
+        for row, ids in enumerate(token_ids.tolist()):
+            if self.keeps_states:
+                tails.append(self._read_on(buffer, ids, at, num_logits))
+            else:
+                tails.append(self._prefill_row(buffer, row, ids, at, num_logits))
         computed = len(wanted) * self.shapes.num_layers
         return Prefilled(torch.stack(tails), computed, wanted)
 
@@ -283,7 +213,8 @@ class LlamaCppModel:
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
         """See `Backend`."""
-        parts = [batch[at : at + _MOST_ROWS] for at in range(0, len(batch), _MOST_ROWS)]
+        most = self.context.max_sequences // 2  # some sequences are needed besides
+        parts = [batch[at : at + most] for at in range(0, len(batch), most)]
         logits = [self._retried(partial(self._step, part)) for part in parts]
         for ahead in batch:
             ahead.kv.length = ahead.end
@@ -320,6 +251,27 @@ class LlamaCppModel:
 
         return self._retried(compute)
 
+    def _read_on(
+        self, buffer: KVBuffer, ids: Sequence[int], slots: Sequence[int], num_logits: int
+    ) -> torch.Tensor:
+        """Compute a prompt's last tokens behind the state of those before them."""
+        begin = slots[0]
+        if buffer.batch > 1 or buffer.positions is not None or len(slots) != len(ids) - begin:
+            raise ModelError(
+                "llama.cpp keeps this model's states as a whole, so a prompt's tokens are computed "
+                'one after the other, without gaps; use full or prefix, or backend="transformers"'
+            )
+
+        def compute() -> torch.Tensor:
+            if not begin:
+                self.residents.remove(buffer)
+                buffer.states = None
+            sequence = self._resident(buffer, buffer, begin)
+            work = Work(sequence, ids[begin:], begin, num_logits)
+            return self._appended([buffer], [buffer], [work])
+
+        return self._retried(compute)
+
     # Answers ---------------------------------------------------------------------------------
 
     def _step(self, batch: Sequence[StepInput]) -> torch.Tensor:
@@ -327,23 +279,19 @@ class LlamaCppModel:
         self.residents.sweep()
         rows = [ahead.kv for ahead in batch]
         try:
-            sequences = [self._resident(kv) for kv in rows]
-            logits = self.context.compute(
-                [
-                    Work(
-                        sequence,
-                        ahead.token_ids,
-                        ahead.kv.position(ahead.kv.length),
-                        ahead.num_logits,
-                    )
-                    for sequence, ahead in zip(sequences, batch, strict=True)
-                ]
-            )
+            sequences = [self._resident(kv, kv.own, kv.length) for kv in rows]
+            work = [
+                Work(number, ahead.token_ids, kv.position(kv.length), ahead.num_logits)
+                for number, kv, ahead in zip(sequences, rows, batch, strict=True)
+            ]
+            if self.keeps_states:
+                return self._appended(rows, [kv.own for kv in rows], work)
+            logits = self.context.compute(work)
             for sequence, ahead in zip(sequences, batch, strict=True):
                 kv, end = ahead.kv, ahead.end
-                room = slice(kv.at(kv.length), kv.at(end))
-                keys, values = (even(side)[:, 0, :, room] for side in (kv.own.keys, kv.own.values))
-                self.context.read(sequence, kv.position(kv.length), keys, values)
+                at = (slice(None), 0, slice(None), slice(kv.at(kv.length), kv.at(end)))
+                part = kv.own.keys[at], kv.own.values[at]
+                self.context.read(sequence, kv.position(kv.length), part)
                 self.residents.add(kv, sequence, end)
         except BaseException:  # what is in the context may be more than the rows' lengths say
             for kv in rows:
@@ -351,28 +299,69 @@ class LlamaCppModel:
             raise
         return logits
 
-    def _resident(self, kv: RowKV) -> int:
-        """The sequence that has a row's KV and nothing else; it is put in if it is not there."""
-        found = self.residents.of(kv)
-        if found is not None and found.length >= kv.length:
-            if found.length > kv.length:
-                behind = found.length - kv.length
-                self.context.cut(found.sequence, kv.position(kv.length), behind)
-                found.length = kv.length
+    def _appended(
+        self, owners: Sequence[Owner], buffers: Sequence[KVBuffer], work: Sequence[Work]
+    ) -> torch.Tensor:
+        """Append tokens to sequences whose states are kept as a whole; the states go on with them.
+
+        What fails on the way leaves the states that were taken out before, if there are any.
+        """
+        self.context.require(sum(len(one.token_ids) for one in work))
+        before = [buffer.states for buffer in buffers]
+        for buffer in buffers:
+            buffer.states = None
+        kept: list[SequenceState | None] = [
+            state if isinstance(state, SequenceState) and state.data is not None else None
+            for state in before
+        ]
+        del before
+        try:
+            logits = self.context.compute(work)
+        except BaseException:
+            for owner, buffer, state in zip(owners, buffers, kept, strict=True):
+                self.residents.remove(owner)
+                buffer.states = state
+            raise
+        for owner, buffer, one in zip(owners, buffers, work, strict=True):
+            end = one.position + len(one.token_ids)
+            self.residents.add(owner, one.sequence, end)
+            buffer.states = self.residents.state(one.sequence, end)
+        return logits
+
+    def _resident(self, owner: Owner, buffer: KVBuffer, length: int) -> int:
+        """The sequence that has a prompt's first tokens and no others; if need be, put in."""
+        found = self.residents.of(owner)
+        if found is not None and found.length == length:
             return found.sequence
-        self.residents.remove(kv)
+        if found is not None and found.length > length and not self.keeps_states:
+            self.context.cut(found.sequence, owner.position(length), found.length - length)
+            found.length = length
+            return found.sequence
+        self.residents.remove(owner)
         number = self.context.open()
         try:
-            for run in kv.every_run():
-                positions = [kv.position(run.slot + n) for n in range(run.end - run.begin)]
-                at = slice(run.begin, run.end)
-                sides = (even(side)[:, 0, :, at] for side in (run.buffer.keys, run.buffer.values))
-                self.context.put(number, positions, *sides)
+            if not self.keeps_states:
+                assert isinstance(owner, RowKV)
+                self._put_in(owner, number)
+            elif length:
+                self._restore(buffer, number, length)
         except BaseException:
             self.context.drop(number)
             raise
-        self.residents.add(kv, number, kv.length)
+        self.residents.add(owner, number, length)
         return number
+
+    def _put_in(self, kv: RowKV, sequence: int) -> None:
+        for run in kv.every_run():
+            positions = [kv.position(run.slot + n) for n in range(run.end - run.begin)]
+            at = (slice(None), 0, slice(None), slice(run.begin, run.end))
+            self.context.put(sequence, positions, (run.buffer.keys[at], run.buffer.values[at]))
+
+    def _restore(self, buffer: KVBuffer, sequence: int, length: int) -> None:
+        states = buffer.states
+        if not isinstance(states, SequenceState) or states.length != length:
+            raise ModelError(f"the state before token {length} is not there")
+        self.context.restore(sequence, states.taken(), length)
 
     # Room ------------------------------------------------------------------------------------
 
@@ -414,5 +403,5 @@ class LlamaCppModel:
 
     def _has_memory(self, cells: int) -> bool:
         """Whether a context of so many cells leaves at least as much memory as it takes."""
-        each, now = self.shapes.bytes_per_token, self.context.size
+        each, now = self.context.bytes_per_token, self.context.size
         return cells > now and cells * each <= (free_bytes("cpu") + now * each) // 2

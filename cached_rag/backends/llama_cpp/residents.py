@@ -1,0 +1,154 @@
+"""Which prompts are in a llama.cpp context, and in which sequence. Knows buffers; computes nothing.
+
+What is in the context is a copy of what buffers have, so a prompt can be dropped from it at any
+time. Where states are kept whole, the context has what the buffer has not: it is taken out before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from cached_rag.backends.llama_cpp.context import LlamaContext
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.rows import RowKV
+
+Owner = KVBuffer | RowKV
+
+
+class SequenceState:
+    """A sequence's state as a whole; implements `States`.
+
+    While nothing was appended to the sequence, its bytes need not be taken out: an answer makes a
+    state a token, of which only the last is wanted.
+
+    Attributes:
+        length: how many tokens the sequence had read.
+        data: (num_bytes,) uint8, in llama.cpp's own form; None while they are in the context only.
+    """
+
+    def __init__(self, context: LlamaContext, sequence: int, length: int) -> None:
+        self._context, self._sequence, self.length = context, sequence, length
+        self.data: torch.Tensor | None = None
+
+    def taken(self) -> torch.Tensor:
+        """Its bytes, taken out of the context."""
+        if self.data is None:
+            self.data = self._context.state(self._sequence)
+        return self.data
+
+    @property
+    def nbytes(self) -> int:
+        """See `States`."""
+        return 0 if self.data is None else self.data.nbytes
+
+    def copy(self) -> SequenceState:
+        """See `States`. The bytes are shared, as nobody changes them."""
+        found = SequenceState(self._context, self._sequence, self.length)
+        found.data = self.taken()
+        return found
+
+
+@dataclass
+class Resident:
+    """A prompt in the context.
+
+    Attributes:
+        sequence: where it is.
+        length: how many of its slots are there, from the first.
+        used: when it was used last, as a count of uses.
+    """
+
+    sequence: int
+    length: int
+    used: int
+
+
+class Residents:
+    """The prompts in one context, by the buffer that holds them, or by their `RowKV`."""
+
+    def __init__(self, context: LlamaContext) -> None:
+        self._context = context
+        self._found: WeakKeyDictionary[Owner, Resident] = WeakKeyDictionary()
+        self._sequences: dict[int, ref[Owner]] = {}
+        self._states: dict[int, ref[SequenceState]] = {}
+        self._uses = 0
+
+    def add(self, owner: Owner, sequence: int, length: int) -> None:
+        """Note that a prompt's first `length` slots are in a sequence."""
+        self._uses += 1
+        self._found[owner] = Resident(sequence, length, self._uses)
+        self._sequences[sequence] = ref(owner)
+
+    def state(self, sequence: int, length: int) -> SequenceState:
+        """A sequence's state, which is taken out before the sequence is dropped, if it is needed.
+
+        It is asked for anew whenever something was appended.
+        """
+        found = SequenceState(self._context, sequence, length)
+        self._states[sequence] = ref(found)
+        return found
+
+    def has(self, sequence: int) -> bool:
+        """Whether somebody resides in a sequence."""
+        return sequence in self._sequences
+
+    def of(self, owner: Owner) -> Resident | None:
+        """The resident that has a prompt's KV; None if it is not in the context.
+
+        A prompt is prefilled into a buffer, and then goes on as a row that has it.
+        """
+        found = self._found.get(owner)
+        if found is None and isinstance(owner, RowKV) and not owner.runs:
+            found = self._found.pop(owner.own, None)
+            if found is not None:
+                self._found[owner] = found
+                self._sequences[found.sequence] = ref(owner)
+        if found is not None:
+            self._uses += 1
+            found.used = self._uses
+        return found
+
+    def remove(self, owner: Owner) -> None:
+        """Drop a prompt's sequence, if it is there."""
+        found = self._found.pop(owner, None)
+        if found is not None:
+            self._drop(found.sequence)
+
+    def sweep(self) -> bool:
+        """Drop the sequences of prompts that are over; False if there are none."""
+        over = [number for number, owner in self._sequences.items() if owner() is None]
+        for number in over:
+            self._drop(number)
+        return bool(over)
+
+    def _drop(self, sequence: int) -> None:
+        """Drop a sequence; a state of it that somebody holds is taken out first."""
+        del self._sequences[sequence]
+        self._take_out(sequence)
+        self._context.drop(sequence)
+
+    def _take_out(self, sequence: int) -> None:
+        held = self._states.pop(sequence, None)
+        state = held() if held is not None else None
+        if state is not None:
+            state.taken()
+
+    def make_room(self) -> bool:
+        """Drop what is over, or else the prompt that waits for longest; False if there is none."""
+        if self.sweep():
+            return True
+        found = [(one.used, owner) for owner, one in self._found.items()]
+        if not found:
+            return False
+        self.remove(min(found, key=lambda pair: pair[0])[1])
+        return True
+
+    def clear(self) -> None:
+        """Forget all, as the context will be gone."""
+        for sequence in list(self._states):
+            self._take_out(sequence)
+        self._found.clear()
+        self._sequences.clear()
