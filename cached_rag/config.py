@@ -289,7 +289,7 @@ class StoreConfig:
             prefill's (docs/quality.md). A model whose keys cannot be moved takes one pass. An index
             of `CachedRAG` has a setting of its own.
         first_exact: encode chunks behind a known prefix alone, too, so that the first chunk of a
-            prompt is exact: a pass more, once, and twice the room (docs/quality.md). An index of
+            prompt is exact: a pass more, once, and twice the room; False for one pass. An index of
             `CachedRAG` has a setting of its own.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
@@ -328,7 +328,7 @@ class StoreConfig:
     harvest: bool | None = None
     settle: bool = True
     primers: int = 1
-    first_exact: bool = False
+    first_exact: bool = True
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True

@@ -30,7 +30,7 @@ from cached_rag.methods import has_own_ratio
 # What stands before a chunk while it is encoded; some take a number: `primer:2`.
 ENCODINGS = ("alone", "prefix", "primer", "both", "apart")
 _COUNTED = ("primer", "both")
-_DEFAULT_ENCODING = "primer"
+_DEFAULT_ENCODING = "both"  # `StoreConfig.first_exact`
 _WITHOUT_RATIO = {"full": 1.0, "prefix": 1.0, "reuse": 0.0}
 _ANSWER_TOKENS, _LONG_ANSWER_TOKENS = 16, 64
 _MARK = "the first chunk"

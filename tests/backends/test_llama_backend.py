@@ -106,7 +106,7 @@ def test_a_state_is_put_together_and_taken_apart():
     ]
     windowed = form.compose(fewer)  # a window's tokens are fewer
     assert StateFormat.of(windowed, Dims((4, 8))) == form
-    with pytest.raises(ModelError, match="cannot have|were expected"):
+    with pytest.raises(ModelError, match=r"cannot have|were expected"):
         form.parse(state[:-4])
     wrong = state.clone()
     wrong[8 + 8 + 7 * 12 + 16] += 1  # the type that stands before the first layer's rows

@@ -6,17 +6,30 @@ import time
 
 import pytest
 from conftest import CHUNKS, ask, tiny_model
+from langchain_cached_rag import ChatCachedRAG
+from llama_index.llms.cached_rag import CachedRAGLLM
 from test_context import head_of
 
 from cached_rag import PRIMER, ConfigError, Engine, StoreConfig
 from cached_rag.library.encode import primer
 from cached_rag.library.matching import EncodedAfter
+from cached_rag.rag.folder import IndexConfig
+
+
+def on_disk(folder, **options):
+    return StoreConfig(path=str(folder / "kv"), sequence_bytes=0, **options)
 
 
 @pytest.fixture
 def twice(tmp_path):
-    store = StoreConfig(path=str(tmp_path / "kv"), first_exact=True, sequence_bytes=0)
-    with Engine(tiny_model("llama"), store) as engine:
+    """An engine as it is unless told otherwise."""
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        yield engine
+
+
+@pytest.fixture
+def once(tmp_path):
+    with Engine(tiny_model("llama"), on_disk(tmp_path, first_exact=False)) as engine:
         yield engine
 
 
@@ -43,27 +56,32 @@ def test_of_several_contexts_each_is_a_pass_of_its_own(engine):
             engine.encode(CHUNKS, context=wrong)
 
 
-def test_unless_told_otherwise_texts_are_encoded_as_the_store_says(twice, engine):
+def test_texts_are_encoded_as_the_store_says(once, engine):
     def contexts(one):
         return {behind.context for behind in one.library.encoded_after()}
 
-    engine.encode(CHUNKS, head_of(engine))
+    once.encode(CHUNKS, head_of(once))
+    assert contexts(once) == {PRIMER.name}
+    once.encode(CHUNKS, head_of(once), context=None)
+    assert contexts(once) == {PRIMER.name, ""}
+    engine.encode(CHUNKS)  # without a head there is nothing to be exact behind
     assert contexts(engine) == {PRIMER.name}
-    engine.encode(CHUNKS, head_of(engine), context=None)
+    engine.encode(CHUNKS, head_of(engine))
     assert contexts(engine) == {PRIMER.name, ""}
-    twice.encode(CHUNKS)  # without a head there is nothing to be exact behind
-    assert contexts(twice) == {PRIMER.name}
-    twice.encode(CHUNKS, head_of(twice))
-    assert contexts(twice) == {PRIMER.name, ""}
-    with Engine(engine.model, StoreConfig(primers=2)) as other:
+    with Engine(once.model, StoreConfig(primers=2, first_exact=False)) as other:
         other.encode(CHUNKS, head_of(other))
         assert contexts(other) == {primer(2).name}
 
 
-def test_the_store_says_whether_and_only_behind_a_head(twice, engine):
-    assert twice.contexts(head_of(twice)) == (PRIMER, None)
-    assert twice.contexts(None) == engine.contexts(None) == (PRIMER,)
-    assert engine.contexts(head_of(engine)) == (PRIMER,)
+def test_the_store_says_whether_and_only_behind_a_head(engine, once):
+    assert engine.contexts(head_of(engine)) == (PRIMER, None)
+    assert engine.contexts(None) == once.contexts(None) == (PRIMER,)
+    assert once.contexts(head_of(once)) == (PRIMER,)
+
+
+def test_index_engine_and_frameworks_have_one_default():
+    made = (StoreConfig(), IndexConfig(), ChatCachedRAG(model="tiny"), CachedRAGLLM(model="tiny"))
+    assert {(one.primers, one.first_exact) for one in made} == {(1, True)}
 
 
 def test_the_first_chunk_is_exact_and_costs_nothing(twice):
@@ -80,7 +98,8 @@ def test_the_first_chunk_is_exact_and_costs_nothing(twice):
 
 
 @pytest.mark.parametrize("contexts", [(PRIMER, None), (PRIMER,), (None,)])
-def test_missed_chunks_are_encoded_as_those_beside_them_were(engine, contexts):
+def test_missed_chunks_are_encoded_as_those_beside_them_were(once, contexts):
+    engine = once
     engine.encode([], head_of(engine), context=contexts)
     engine.register(CHUNKS)
     assert engine.generate(ask(*CHUNKS), max_tokens=1).report.modules_missed == 3
@@ -113,8 +132,7 @@ def test_behind_a_head_that_was_learned_as_well(twice):
 def test_of_the_first_text_what_is_exact_is_read_ahead(twice, tmp_path):
     head = head_of(twice)
     twice.encode(CHUNKS, head, context=twice.contexts(head))
-    store = StoreConfig(path=str(tmp_path / "kv"), sequence_bytes=0)
-    with Engine(tiny_model("llama"), store) as later:
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as later:
         later.prefetch(CHUNKS[:2])
         (memory, _), deadline = later.library.shelf.store.tiers, time.monotonic() + 60
         while len(memory) < 2 and time.monotonic() < deadline:

@@ -20,7 +20,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from transformers import AutoTokenizer
+from transformers import TokenizersBackend
 from transformers.modeling_gguf_pytorch_utils import read_field
 
 from cached_rag.backends.llama_cpp import api
@@ -223,7 +223,7 @@ def tokenizer_of(source: ModelSource, path: Path) -> Any:
     """
     try:
         folder = made("tokenizers", source.digest, lambda folder: convert_tokenizer(path, folder))
-        return AutoTokenizer.from_pretrained(folder)
+        return TokenizersBackend.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"cannot read the tokenizer in {path}: {error}") from error
 

@@ -19,7 +19,13 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    TokenizersBackend,
+)
 from transformers import modeling_gguf_pytorch_utils as loader
 from transformers.integrations.gguf import is_gguf_arch_supported
 
@@ -62,12 +68,14 @@ def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
 def convert_tokenizer(source: Path, folder: Path) -> None:
     """Write a GGUF's tokenizer, and no weights, into an existing folder.
 
+    Whatever the model's architecture: transformers need not know it.
+
     Raises:
         OSError: the disk is full, or the folder cannot be written.
         ValueError: the file is damaged, or of an unknown kind.
     """
     with _telling_damage(source), _read_once(source):
-        AutoTokenizer.from_pretrained(**_where(source)).save_pretrained(folder)
+        TokenizersBackend.from_pretrained(**_where(source)).save_pretrained(folder)
 
 
 def _where(source: Path) -> dict[str, str]:
