@@ -27,7 +27,7 @@ def test_tokens_are_computed(tmp_path, name):
     library = api.load()
     path = write_architecture(tmp_path / "tiny.gguf", name)
     params = api.default_params(library, api.ModelParams)
-    params.load_mode = api.LOAD_MODE_NONE
+    params.n_gpu_layers, params.load_mode = 0, api.LOAD_MODE_NONE
     model = library.llama_model_load_from_file(os.fsencode(path), params)
     assert model
     size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
