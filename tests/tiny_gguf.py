@@ -49,15 +49,7 @@ def write_gguf(path, matrices=None, *, kind="llama", add=None, without="", files
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    vocabulary = tiny_tokenizer().get_vocab()
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
-    writer.add_token_types([3, 3] + [1] * (VOCAB - 2))
-    merges = json.loads(tiny_tokenizer().backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
+    add_tokenizer(writer)
     if kind == "phi3":
         writer.add_pad_token_id(0)
         writer.add_sliding_window(0)
@@ -84,6 +76,19 @@ def write_gguf(path, matrices=None, *, kind="llama", add=None, without="", files
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_tokenizer(writer):
+    """Add the fields of the tests' tokenizer."""
+    vocabulary = tiny_tokenizer().get_vocab()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
+    writer.add_token_types([3, 3] + [1] * (VOCAB - 2))
+    merges = json.loads(tiny_tokenizer().backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
 
 
 def _layer(kind):
