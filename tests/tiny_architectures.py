@@ -17,7 +17,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from conftest import VOCAB
+from conftest import TEMPLATE, VOCAB
 from tiny_gguf import add_tokenizer
 
 WINDOW = 8
@@ -305,6 +305,7 @@ def write_architecture(path: Any, name: str) -> Any:
         if value is not None:
             _WRITERS[type(value)](writer, f"{name}.{key}", value)
     add_tokenizer(writer)
+    writer.add_chat_template(TEMPLATE)
     tensors = dict(_tensors(f"token_embd:Vx64 {architecture.others}"))
     for layer, text in enumerate(architecture.layers):
         tensors |= _tensors(text, f"blk.{layer}.")

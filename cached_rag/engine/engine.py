@@ -156,7 +156,7 @@ class Engine:
         load = partial(load_backend, model, how.backend, dtype=how.dtype, device=how.device)
         variant = Variant.of(how.revision, how.adapter, how.model_kwargs)
         loaded = submit(partial(load, weights=how.weights, variant=variant)).result()
-        if not loaded.can_watch:
+        if loaded.rule.is_movable and not loaded.can_watch:
             _log.warning(
                 "%s: attention cannot be watched here, so less is repaired than elsewhere, and "
                 "more answers differ from full prefill's; where that matters ask with "

@@ -51,7 +51,8 @@ class Profile:
         memory_bytes_per_s, disk_bytes_per_s: how fast KV gets from there into a prompt's buffer.
             For the disk the files are read again, not taken from the system's page cache, and
             their checksums are verified.
-        kv_bytes_per_token: bytes of KV that the model computes for a token.
+        kv_bytes_per_token: bytes of KV that the model computes for a token; 0 if its states are
+            kept as a whole, and then nothing is loaded.
 
     Raises:
         ValueError, TypeError: a value is no rate.
@@ -64,8 +65,10 @@ class Profile:
     kv_bytes_per_token: int
 
     def __post_init__(self) -> None:
-        rates = (self.memory_bytes_per_s, self.disk_bytes_per_s, self.kv_bytes_per_token)
-        if min(*rates, self.token_s + self.pair_s) <= 0 or min(self.token_s, self.pair_s) < 0:
+        rates = [self.token_s + self.pair_s]
+        if self.kv_bytes_per_token:
+            rates += (self.memory_bytes_per_s, self.disk_bytes_per_s, self.kv_bytes_per_token)
+        if min(rates) <= 0 or min(self.token_s, self.pair_s) < 0:
             raise ValueError(f"rates are positive, unlike these: {self}")
 
     def compute_s(self, tokens: float, preceding: float = 0) -> float:
@@ -75,7 +78,8 @@ class Profile:
     def load_s(self, tokens: float, tier: str) -> float:
         """Seconds to load the KV of `tokens` tokens; `tier` is "memory" or "disk"."""
         rates = {"memory": self.memory_bytes_per_s, "disk": self.disk_bytes_per_s}
-        return tokens * self.kv_bytes_per_token / rates[tier]
+        nbytes = tokens * self.kv_bytes_per_token
+        return nbytes / rates[tier] if nbytes else 0.0
 
 
 def fit(passes: Sequence[tuple[int, int, float]]) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from conftest import CHUNKS, random_ids
@@ -191,6 +192,23 @@ def test_scaled_rotations_are_found_and_hold_over_long_distances(scaling, tmp_pa
     plain = tuple(10_000.0 ** (-i / 8) for i in range(8))
     monkeypatch.setattr(loading, "frequencies_of", lambda *_: [plain])  # control
     assert "no known rotation" in load_llama_cpp(path, threads=1).rule.reason
+
+
+def test_longrope_rotates_by_its_long_factors_whatever_a_context_has_room_for(tmp_path):
+    factors = np.linspace(1.0, 4.0, 8, dtype=np.float32)
+
+    def add(writer):
+        writer.add_rope_scaling_orig_ctx_len(2000)
+        writer.add_rope_dimension_count(16)
+        writer.add_tensor("rope_factors_long.weight", factors)
+        writer.add_tensor("rope_factors_short.weight", np.ones(8, np.float32))
+
+    path = write_gguf(tmp_path / "long.gguf", Kind.F32, kind="phi3", add=add)
+    model = load_llama_cpp(str(path), threads=1)
+    assert model.context.size > 2000
+    plain = 10_000.0 ** -(np.arange(8) / 8)
+    found = {rule.inv_freq for rule in model.rule.layers}
+    assert np.allclose([*found], plain / factors)
 
 
 def test_recomputing_everything_is_full_prefill(model):

@@ -205,7 +205,7 @@ def test_the_next_turn_costs_what_is_new(loaded, name):
         assert second.report.cached_tokens > 0.7 * second.report.prompt_tokens
         assert second.token_ids == plain(later).token_ids
         assert all(test.passed for test in self_test(engine))
-        with pytest.raises(RelocationError, match="keep a state"):
+        with pytest.raises(RelocationError, match="kept as a whole"):
             engine.generate(messages, method="reuse", max_tokens=1)
 
 

@@ -241,8 +241,8 @@ class StateFormat:
 
 
 _UNKNOWN = (
-    "llama.cpp's state is not laid out as in the build that was checked; install that one (see "
-    "docs/llama_cpp.md)"
+    "they are not laid out as those of plain KV caches in the build that was checked, as with "
+    "several position axes"
 )
 
 
