@@ -248,7 +248,8 @@ _UNKNOWN = (
 
 def _sections(state: torch.Tensor, dims: Dims) -> list[Section]:
     """Read how many layers and how wide rows each section has."""
-    at, found = _BEGIN, []
+    at = _BEGIN
+    found: list[Section] = []
     while at < len(state):
         section = _section(state[at:], dims.heads[min(len(found), 1)], dims.latent)
         at += section.size(int(state[at + 4 : at + 8].view(torch.int32)))
