@@ -272,6 +272,9 @@ class StoreConfig:
             prompts that begin alike, such as the next turn of a conversation; 0 keeps none. None
             takes a quarter of `memory_bytes`, or an eighth of what is free where the model
             computes, if that is less.
+        sequence_disk_bytes: most bytes of that on disk, under `path`, where it is found by later
+            processes: conversations are written when they go on, all else when the engine is
+            closed; 0 for none. None for as many as `sequence_bytes`, if there is a path.
         keeps_repaired: keep KV of finished prompts also where a method repaired it, for prompts of
             the same method: with "conversation" for those that go on where the repaired prompt
             ended, with True for all that begin with the same chunks, whatever they ask. With False
@@ -324,6 +327,7 @@ class StoreConfig:
     signing_key: str | None = field(default=None, repr=False)
     namespace: str = ""
     sequence_bytes: int | None = None
+    sequence_disk_bytes: int | None = None
     keeps_repaired: KeepsRepaired = "conversation"
     harvest: bool | None = None
     settle: bool = True
@@ -343,6 +347,13 @@ class StoreConfig:
         check_types(self)
         kept = self.sequence_bytes
         require(kept is None or kept >= 0, f"sequence_bytes is negative: {kept}")
+        written = self.sequence_disk_bytes
+        require(written is None or written >= 0, f"sequence_disk_bytes is negative: {written}")
+        require(
+            not written or (self.path is not None and kept != 0),
+            "sequence_disk_bytes bounds what finished prompts leave on disk: it needs a path, and "
+            "sequence_bytes that are not 0",
+        )
         require(
             self.keeps_repaired in (True, False, "conversation"),
             f'keeps_repaired is True, False or "conversation", not {self.keeps_repaired!r}',

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.buffer import KVBuffer, States
 from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
@@ -182,6 +182,13 @@ class Backend(Protocol):
 
         Then `prefill` computes tokens that follow those of the states, or all, and nothing else;
         `repair` and `choose` are not called.
+        """
+
+    def unpacked(self, data: torch.Tensor, length: int) -> States:
+        """States as `States.packed` gave them, which have read `length` tokens.
+
+        Raises:
+            ModelError: the model keeps none.
         """
 
     @property

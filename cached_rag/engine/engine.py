@@ -36,14 +36,13 @@ from cached_rag.engine.scheduler import Scheduler
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.catalog import ChunkRecord, Maker
+from cached_rag.kv.catalog import ChunkRecord, Maker, inner_ids
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.remote import RemoteTier, open_remote
 from cached_rag.library.encode import Context, EncodeSummary, primer
 from cached_rag.library.encoder import Encoder, check_several
 from cached_rag.library.learning import WriteBack
 from cached_rag.library.library import Library
-from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import Sequences
 from cached_rag.options import parted
@@ -227,9 +226,14 @@ class Engine:
                 del _SHARED[name]
         seconds = self.settings.finish_seconds if finish_seconds is None else finish_seconds
         deadline = time.monotonic() + seconds
+        archive = self._resources.archive
         try:
             self._resources.learning.close(seconds)
+            if archive is not None and self._owns_scheduler:
+                self.sequences.close()
         finally:
+            if archive is not None and self._owns_scheduler:
+                archive.close(max(0.0, deadline - time.monotonic()))
             if self._remote is not None and self._owns_scheduler:
                 self._remote.close(max(0.0, deadline - time.monotonic()))
             self.library.close()
@@ -402,7 +406,7 @@ class Engine:
         self._encoder.let_go()
         self.library.handed_over.forget({chunk.text_digest for chunk in chunks})
         for chunk in chunks:
-            namespace, ids = self.settings.namespace, inner_ids(chunk)
+            namespace, ids = self.settings.namespace, inner_ids(chunk.token_ids)
             self.scheduler.forget(self.sequences, namespace, chunk.text_digest, ids)
 
     def head(self, messages: Sequence[Message], before: str) -> Rendered:

@@ -18,9 +18,9 @@ from xxhash import xxh3_128
 from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.catalog import inner_ids
 from cached_rag.kv.rows import RowKV
 from cached_rag.library.learning import Learning
-from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import Ids, PromptKV, Sequences
 
@@ -233,4 +233,4 @@ class _Work:
         settled = PromptKV(self._namespace, self._ids, (), count, "", chunks)
         self._sequences.add(settled, RowKV(self._buffer, count))
         for chunk in self._learning.forgotten(self._plan):
-            self._sequences.forget(self._namespace, chunk.text_digest, inner_ids(chunk))
+            self._sequences.forget(self._namespace, chunk.text_digest, inner_ids(chunk.token_ids))

@@ -24,8 +24,8 @@ from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
 from cached_rag.engine.trace import Coverage, TraceSource
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.catalog import inner_ids
 from cached_rag.kv.rows import RowKV
-from cached_rag.library.matching import inner_ids
 from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import Ids, PromptKV
 from cached_rag.methods import Selector, Takes, spelled
@@ -240,7 +240,7 @@ class Prefilling:
         if not is_private:
             sequences.add(self._prompt_kv(plan, kv, answer), kv)
             for chunk in learning.forgotten(plan):
-                sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk))
+                sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk.token_ids))
         is_reused = self.method.takes is not Takes.NOTHING
         if is_reused:
             learning.see_to(self.tokens, plan)

@@ -130,6 +130,10 @@ class States(Protocol):
         """The same, which goes on by itself."""
         ...
 
+    def packed(self) -> torch.Tensor:
+        """(num_bytes,) uint8: all of it, for `Backend.unpacked`."""
+        ...
+
 
 class KVBuffer:
     """Keys and values of up to `capacity` tokens, one a slot.

@@ -56,6 +56,9 @@ _SIGNED = {
     "modules": "id, text_digest, anchor, length, token_ids, token_starts",
     "encodings": "rowid, token_ids, context",
 }
+# The tokens at a chunk's borders may differ in a prompt, because characters merge with those of the
+# neighbours. So many tokens at each end may be missing in a match.
+MAX_TRIM = 4
 # Texts whose KV has to go, from this machine and from a remote store.
 _DOOMED = ("doomed", "doomed_far")
 # Of a model that is forgotten, what texts were encoded behind is kept while KV of it has to go.
@@ -348,6 +351,16 @@ def _put(table: str, key: str, columns: str) -> str:
 def _record(row: Row) -> ChunkRecord:
     _, text_digest, anchor, length, ids, starts, _ = row
     return ChunkRecord(str(text_digest), str(anchor), int(str(length)), unpack(ids), unpack(starts))
+
+
+def inner_ids(token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens of a chunk without its borders: every prompt that contains it has them.
+
+    Of a short one a quarter is taken off at each end, as what is left must be told from others.
+    """
+    count = len(token_ids)
+    trim = MAX_TRIM if count > 2 * MAX_TRIM else max(1, count // 4)
+    return token_ids[trim : count - trim] or token_ids
 
 
 def pack(numbers: Sequence[int]) -> bytes:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from cached_rag.errors import ConfigError, StoreError
-from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, unpack
+from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, inner_ids, unpack
 from cached_rag.kv.fingerprint import digest
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from cached_rag.kv.remote import RemoteTier
 
 CATALOG = "catalog.sqlite"
+# Where in a store's folder finished prompts are kept.
+FOLDER = "prompts"
 # Not if one came back and is doomed anew meanwhile: it may have new KV.
 _DONE = "WHERE model = ? AND namespace = ? AND text_digest = ? AND (SELECT count FROM revivals) = ?"
 
@@ -125,6 +127,8 @@ class Removals:
             behinds = {model: catalog.behinds(model) for model in models}
             keys = (catalog.keys_of(one.model, one.token_ids, behinds[one.model]) for one in doomed)
             delete([*chain.from_iterable(keys)])
+            if table == "doomed":
+                self._forget_kept(doomed)
             with self._database.transaction() as connection:
                 if table == "doomed" and self._database.rows("SELECT * FROM remotes"):
                     far = f"INSERT OR IGNORE INTO doomed_far SELECT * FROM doomed {_DONE}"
@@ -134,6 +138,17 @@ class Removals:
             self._database.scrub()
             for why in damage.values():
                 raise StoreError(f"KV that was to be deleted may still be there: {why}")
+
+    def _forget_kept(self, doomed: Iterable[_Doomed]) -> None:
+        """Delete what finished prompts left of these texts."""
+        folder = self._database.path.parent / FOLDER
+        if not folder.is_dir():
+            return
+        from cached_rag.kv.kept import KeptPrompts  # with PyTorch
+
+        with closing(KeptPrompts(folder)) as kept:
+            for one in doomed:
+                kept.forget(self._namespace, one.text_digest, inner_ids(one.token_ids))
 
     def note_remote(self, label: str) -> None:
         """Remember that KV is in a remote store, too, so that removals are finished there."""

@@ -25,15 +25,12 @@ from cachetools import LRUCache
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from cached_rag.backends.prompt_text import Span, Tokens
-from cached_rag.kv.catalog import ChunkRecord
+from cached_rag.kv.catalog import MAX_TRIM, ChunkRecord
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import MEAN
 
 # Characters at the beginning of a text by which it is looked up; shorter texts are no chunks.
 ANCHOR = 32
-# The tokens at a chunk's borders may differ in a prompt, because characters merge with those of the
-# neighbours. So many tokens at each end may be missing in a match.
-MAX_TRIM = 4
 # A bound on the time of a search, as documents may be made to slow it down: the characters that it
 # may digest. That is a tenth of a second at most, plus a little for each character of the prompt.
 # One digest costs as much as reading _DIGEST_COST characters, in addition to its own. An index with
@@ -117,16 +114,6 @@ class Match:
     def first(self) -> int:
         """The slot where the chunk's own first token would stand."""
         return self.begin - self.offset
-
-
-def inner_ids(chunk: ChunkRecord) -> tuple[int, ...]:
-    """The tokens of a chunk without its borders: every prompt that contains it has them.
-
-    Of a short one a quarter is taken off at each end, as what is left must be told from others.
-    """
-    count = len(chunk.token_ids)
-    trim = MAX_TRIM if count > 2 * MAX_TRIM else max(1, count // 4)
-    return chunk.token_ids[trim : count - trim] or chunk.token_ids
 
 
 class ChunkTable:

@@ -17,8 +17,9 @@ import torch
 
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.buffer import LayerSource, ModuleKV
+from cached_rag.kv.catalog import MAX_TRIM
 from cached_rag.library.library import Library
-from cached_rag.library.matching import HARVESTED, MAX_TRIM, EncodedAfter, Match, shared
+from cached_rag.library.matching import HARVESTED, EncodedAfter, Match, shared
 from cached_rag.library.sequences import Sequences, common
 from cached_rag.library.shelf import KEPT, Origin, Wanted
 from cached_rag.methods import Layout, Takes

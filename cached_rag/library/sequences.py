@@ -7,6 +7,9 @@ conversation. For it was repaired for that prompt's question.
 
 Where a model's layers keep states, a prompt can go on only where a snapshot of them was taken: at
 the end of a run, whose buffer has it.
+
+What is kept may be written to disk, too, from where later processes bring it back.
+
 Sequences with the same beginning share its KV. No buffer holds parts of two chunks. So when a chunk
 is forgotten, its KV can be dropped with all KV behind it, which depends on it, while the KV before
 it stays. Knows tokens and KV; knows no model.
@@ -16,14 +19,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from cached_rag.config import KeepsRepaired
 from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.kept import least_worth
 from cached_rag.kv.rows import RowKV, Run
 
 _log = logging.getLogger(__name__)
@@ -47,6 +52,8 @@ class PromptKV:
         chunks: (digest, token after the last) of the chunks in it, in order.
         least: number of tokens, from the first, that a prompt needs to have in common with this
             one, before it may use those that are not exact.
+        stops: where layers keep states, the ends of those runs that have them; a prompt can go on
+            there only. Empty for anywhere.
     """
 
     namespace: str
@@ -56,6 +63,7 @@ class PromptKV:
     repair: str = ""
     chunks: tuple[tuple[str, int], ...] = ()
     least: int = 0
+    stops: tuple[int, ...] = ()
 
     def usable(self, ids: Ids, repair: str, exact: int = 0) -> int:
         """How many tokens of a prompt, from the first, may use this KV.
@@ -69,8 +77,9 @@ class PromptKV:
         may_be_repaired = bool(repair) and repair == self.repair and length >= self.least
         if not may_be_repaired or min(length, exact) > self.exact_length:
             length = min(length, self.exact_length)
-        ends = [run.slot + len(run) for run in self.runs if run.buffer.states is not None]
-        return max((end for end in ends if end <= length), default=0) if ends else length
+        if not self.stops:
+            return length
+        return max((stop for stop in self.stops if stop <= length), default=0)
 
     def cut(self, length: int) -> tuple[Run, ...]:
         """The runs of its first `length` tokens."""
@@ -95,6 +104,7 @@ class PromptKV:
             runs=runs,
             exact_length=min(self.exact_length, end),
             chunks=tuple(chunk for chunk in self.chunks if chunk[1] <= end),
+            stops=tuple(stop for stop in self.stops if stop <= end),
         )
 
     def find(self, text_digest: str, token_ids: Ids) -> int | None:
@@ -110,18 +120,43 @@ class PromptKV:
         return min(places, default=None)
 
 
-class Sequences:
-    """The cache. The least recently used sequences are dropped first. Safe for several threads."""
+class Disk(Protocol):
+    """What is kept beyond memory; `Archive` implements it."""
 
-    def __init__(self, max_bytes: int, *, keeps_repaired: KeepsRepaired = True) -> None:
+    def prompts(self, namespace: str) -> list[PromptKV]:
+        """A tenant's kept prompts, without their KV."""
+
+    def bring(
+        self, namespace: str, usable: Callable[[PromptKV], int], least: int
+    ) -> PromptKV | None:
+        """That of which more than `least` tokens are usable, and most, with its KV; or None."""
+
+    def offer(self, prompt: PromptKV, supersedes: Callable[[PromptKV], bool]) -> None:
+        """Write one, in place of those that it can stand for."""
+
+    def forget(self, namespace: str, text_digest: str, token_ids: Ids) -> None:
+        """Delete those with a text."""
+
+
+class Sequences:
+    """The cache. What costs least to compute again is dropped first. Safe for several threads.
+
+    Of KV of single tokens that is what was used longest ago; see `least_worth`.
+    """
+
+    def __init__(
+        self, max_bytes: int, *, keeps_repaired: KeepsRepaired = True, disk: Disk | None = None
+    ) -> None:
         """Make an empty cache.
 
         Args:
             max_bytes: most bytes of KV; 0 keeps nothing.
             keeps_repaired: see `StoreConfig`.
+            disk: where what is kept is written, too; None for nowhere.
         """
         self.max_bytes = max_bytes
         self.keeps_repaired = keeps_repaired
+        self._disk = disk
         self._kept: list[PromptKV] = []  # least recently used first
         self._lock = threading.RLock()  # as in `WriteBack`
         self._has_told = False
@@ -155,16 +190,34 @@ class Sequences:
                 rank = (length, min(length, one.exact_length))
                 if rank > most and is_worth(length, one.chunks):
                     best, most = one, rank
+            if self._disk is not None:
+                brought = self._disk.bring(
+                    namespace, lambda one: _worthwhile(one, ids, repair, exact), most[0]
+                )
+                if brought is not None:
+                    best, most = brought, (brought.usable(ids, repair, exact), 0)
+                    self._kept.insert(0, brought)
             if best is not None:
                 self._kept.remove(best)
                 self._kept.append(best)
+                self._make_room(best)
             return best, most[0]
+
+    def _make_room(self, used: PromptKV) -> None:
+        """Drop sequences until the bound is kept to, and the one that is in use last."""
+        while self._kept and self.nbytes > self.max_bytes:
+            others = [one for one in self._kept if one is not used] or [used]
+            self._kept.remove(others[least_worth([*map(_held, others)])])
 
     def branch(self, namespace: str, ids: Ids) -> int:
         """How many tokens a prompt has in common with the kept one that is most like it."""
+        return max((common(ids, one.ids) for one in self._known(namespace)), default=0)
+
+    def _known(self, namespace: str) -> list[PromptKV]:
+        """A tenant's sequences, those on disk without their KV."""
         with self._lock:
-            own = (one for one in self._kept if one.namespace == namespace)
-            return max((common(ids, one.ids) for one in own), default=0)
+            own = [one for one in self._kept if one.namespace == namespace]
+        return own if self._disk is None else [*self._disk.prompts(namespace), *own]
 
     def containing(self, namespace: str, token_ids: Ids) -> tuple[PromptKV, int] | None:
         """The last sequence with these tokens among its exact ones, and the slot of the first."""
@@ -198,9 +251,21 @@ class Sequences:
             return
         with self._lock:
             kept = self._copied(sequence, kv, length)
+            # The next turn of a conversation, and no other question behind the same head.
+            goes_on = any(_goes_on(kept, one) for one in self._kept)
             self._kept = [one for one in self._kept if not _has_all(kept, one)] + [kept]
-            while self.nbytes > self.max_bytes:
-                self._kept.pop(0)
+            self._make_room(kept)
+        if goes_on:
+            self._write(kept)
+
+    def _write(self, kept: PromptKV) -> None:
+        if self._disk is not None:
+            self._disk.offer(kept, lambda one: _has_all(kept, one))
+
+    def close(self) -> None:
+        """Have all that is kept written to disk: what goes on is there already."""
+        for one in self._kept:
+            self._write(one)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a prompt may be kept; the first one that is too large is logged."""
@@ -228,7 +293,8 @@ class Sequences:
                 run.buffer.states = snapshots.get(end)
                 runs.append(run)
                 done = end
-        return replace(sequence, runs=tuple(runs)).until(length)
+        stops = tuple(run.slot + len(run) for run in runs if run.buffer.states is not None)
+        return replace(sequence, runs=tuple(runs), stops=stops).until(length)
 
     def order(self, namespace: str, names: Sequence[str]) -> list[int]:
         """Order chunks so that a prompt with them begins as a kept sequence does.
@@ -242,13 +308,11 @@ class Sequences:
         Returns:
             Indices into `names`.
         """
-        with self._lock:
-            known = {
-                tuple(name for name, _ in one.chunks[:count])
-                for one in self._kept
-                if one.namespace == namespace
-                for count in range(1, len(one.chunks) + 1)
-            }
+        known = {
+            tuple(name for name, _ in one.chunks[:count])
+            for one in self._known(namespace)
+            for count in range(1, len(one.chunks) + 1)
+        }
         taken: list[int] = []
         left = list(range(len(names)))
         path: tuple[str, ...] = ()
@@ -277,6 +341,8 @@ class Sequences:
                     rest = rest.until(rest.exact_length)
                 if rest.runs and is_worth(len(rest.ids), rest.chunks):
                     self._kept.insert(0, rest)
+        if self._disk is not None:
+            self._disk.forget(namespace, text_digest, wanted)
 
 
 def is_worth(length: int, chunks: Iterable[tuple[str, int]]) -> bool:
@@ -299,11 +365,28 @@ def where(ids: Ids, wanted: Ids) -> list[int]:
     return [int(at) for at in places if np.array_equal(ids[at : at + len(wanted)], wanted)]
 
 
+def _goes_on(new: PromptKV, old: PromptKV) -> bool:
+    """Whether a prompt goes on where an earlier one ended."""
+    is_behind = new.namespace == old.namespace and len(new.ids) > len(old.ids)
+    return is_behind and common(new.ids, old.ids) >= (old.least or len(old.ids))
+
+
 def _has_all(new: PromptKV, old: PromptKV) -> bool:
     """Whether the new sequence can serve all prompts that the old one can."""
     is_same = new.namespace == old.namespace and new.exact_length >= old.exact_length
     is_as_open = new.least <= old.least or old.exact_length == len(old.ids)
     return is_same and is_as_open and new.usable(old.ids, old.repair) == len(old.ids)
+
+
+def _worthwhile(one: PromptKV, ids: Ids, repair: str, exact: int) -> int:
+    """How many tokens of a sequence a prompt can use; 0 if it is not worth it."""
+    length = one.usable(ids, repair, exact)
+    return length if is_worth(length, one.chunks) else 0
+
+
+def _held(one: PromptKV) -> dict[Hashable, tuple[int, int]]:
+    """See `least_worth`."""
+    return {id(run.buffer): (len(run), run.buffer.nbytes) for run in one.runs}
 
 
 def _nbytes(sequences: Iterable[PromptKV]) -> int:

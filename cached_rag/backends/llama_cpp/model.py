@@ -164,6 +164,10 @@ class LlamaCppModel:
             "kv_cells": self.context.size,
         }
 
+    def unpacked(self, data: torch.Tensor, length: int) -> SequenceState:
+        """See `Backend`."""
+        return SequenceState(self.context, -1, length, data)
+
     def prefill(
         self,
         buffer: KVBuffer,

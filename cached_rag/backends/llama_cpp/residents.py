@@ -29,9 +29,15 @@ class SequenceState:
         data: (num_bytes,) uint8, in llama.cpp's own form; None while they are in the context only.
     """
 
-    def __init__(self, context: LlamaContext, sequence: int, length: int) -> None:
+    def __init__(
+        self,
+        context: LlamaContext,
+        sequence: int,
+        length: int,
+        data: torch.Tensor | None = None,
+    ) -> None:
         self._context, self._sequence, self.length = context, sequence, length
-        self.data: torch.Tensor | None = None
+        self.data = data
 
     def taken(self) -> torch.Tensor:
         """Its bytes, taken out of the context."""
@@ -44,11 +50,13 @@ class SequenceState:
         """See `States`."""
         return 0 if self.data is None else self.data.nbytes
 
+    def packed(self) -> torch.Tensor:
+        """See `States`."""
+        return self.taken()
+
     def copy(self) -> SequenceState:
         """See `States`. The bytes are shared, as nobody changes them."""
-        found = SequenceState(self._context, self._sequence, self.length)
-        found.data = self.taken()
-        return found
+        return SequenceState(self._context, self._sequence, self.length, self.taken())
 
 
 @dataclass

@@ -20,6 +20,7 @@ from cached_rag.backends.transformers.batch import step_batch
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
 from cached_rag.backends.transformers.packing import FewBitLinear, Format, formats
 from cached_rag.backends.transformers.prefill import Repair, prefill_rows
+from cached_rag.backends.transformers.states import LayerStates
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
@@ -117,6 +118,11 @@ class LanguageModel:
     def keeps_states(self) -> bool:
         """See `Backend`."""
         return self.decoder.keeps_states
+
+    def unpacked(self, data: torch.Tensor, length: int) -> LayerStates:
+        """See `Backend`."""
+        model = self.decoder.model
+        return LayerStates.unpacked(model.config, data, length, self.shapes.device)
 
     @property
     def can_append(self) -> bool:

@@ -19,14 +19,13 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load, save
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 _TENSORS = ("conv_states", "recurrent_states")
-_FLAGS = (
-    *("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"),
-    "conv_kernel_size",
-)
+_FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
+_SIZES = ("conv_kernel_size",)
 
 
 class LayerStates:
@@ -49,6 +48,31 @@ class LayerStates:
         """The same, which goes on by itself."""
         return LayerStates([_copied(layer) for layer in self.layers], self.length)
 
+    def packed(self) -> torch.Tensor:
+        """See `States`: a safetensors file's bytes, in which flags are numbers."""
+        held: dict[str, torch.Tensor] = {}
+        for number, layer in enumerate(self.layers):
+            for name in (*_TENSORS, *_FLAGS, *_SIZES):
+                for part, given in getattr(layer, name, {}).items():
+                    if given is not None:
+                        tensor = torch.as_tensor(given).detach().cpu().contiguous()
+                        held[f"{number}.{name}.{part}"] = tensor
+        return torch.frombuffer(bytearray(save(held)), dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(
+        cls, config: Any, data: torch.Tensor, length: int, device: torch.device
+    ) -> LayerStates:
+        """What `packed` gave, of a model with this configuration."""
+        found = cls(DynamicCache(config=config).layers, length)
+        for key, tensor in load(data.numpy().tobytes()).items():
+            number, name, part = key.split(".")
+            given: Any = tensor.to(device)
+            if name not in _TENSORS:
+                given = bool(tensor) if name in _FLAGS else int(tensor)
+            getattr(found.layers[int(number)], name)[int(part)] = given
+        return found
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -68,7 +92,7 @@ def _copied(layer: Any) -> Any:
     for name in _TENSORS:
         held: dict[int, torch.Tensor | None] = getattr(layer, name)
         setattr(found, name, {n: None if t is None else t.clone() for n, t in held.items()})
-    for name in _FLAGS:
+    for name in (*_FLAGS, *_SIZES):
         setattr(found, name, dict(getattr(layer, name)))
     return found
 

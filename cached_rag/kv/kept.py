@@ -1,0 +1,331 @@
+"""What finished prompts left, on disk: conversations go on in another process.
+
+The KV lies in pieces, in a disk store of its own, each found by the tokens before it and its own;
+prompts that begin alike share pieces. A table says which prompts there are. A row is written before
+its pieces and deleted before them. So no piece is without a row for long, and a row whose piece is
+missing serves up to there. Of recurrent layers a piece has the state behind it, too. Knows no
+model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from cached_rag.errors import StoreError
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.database import Database, Problem, row_sum
+from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.fingerprint import digest, ids_digest, module_key
+
+_TABLE = "prompts.sqlite"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS prompts (
+    name TEXT PRIMARY KEY, namespace TEXT NOT NULL, told TEXT NOT NULL, used INTEGER NOT NULL,
+    checksum TEXT NOT NULL
+) WITHOUT ROWID;
+"""
+_SELECT = "SELECT name, told, checksum FROM prompts"
+_NOW = "(SELECT coalesce(max(used), 0) + 1 FROM prompts)"
+# Makes a piece's KV, from its first and behind its last token; and the state behind a token.
+MakesPiece = Callable[[int, int], ModuleKV]
+MakesState = Callable[[int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class KeptPrompt:
+    """A description of a prompt, with its answer, whose KV is kept.
+
+    Attributes:
+        model: fingerprint of the model.
+        namespace: the tenant's.
+        ids: all tokens.
+        ends: of each piece, the slot behind its last token; ascending.
+        stated: those of them behind which there is a state.
+        exact_length, repair, chunks, least: as `PromptKV` has them.
+
+    Raises:
+        ValueError: pieces do not make up the tokens.
+    """
+
+    model: str
+    namespace: str
+    ids: tuple[int, ...]
+    ends: tuple[int, ...]
+    stated: tuple[int, ...] = ()
+    exact_length: int = 0
+    repair: str = ""
+    chunks: tuple[tuple[str, int], ...] = ()
+    least: int = 0
+
+    def __post_init__(self) -> None:
+        is_ascending = all(begin < end for begin, end in pairwise((0, *self.ends)))
+        if not is_ascending or self.ends[-1:] != (len(self.ids),):
+            raise ValueError("a kept prompt's pieces do not make up its tokens")
+
+    @cached_property
+    def name(self) -> str:
+        """Identifies it: the same tokens, computed in the same way."""
+        how = f"{self.repair} {self.exact_length}"
+        return digest(self.model, self.namespace, ids_digest(self.ids), how)
+
+    @cached_property
+    def pieces(self) -> dict[str, tuple[int, int]]:
+        """By key, the first token of each piece, and the one behind it."""
+        return {self._key(*piece, "piece"): piece for piece in pairwise((0, *self.ends))}
+
+    @cached_property
+    def states(self) -> dict[str, tuple[int, int]]:
+        """By key, the piece behind which each state is."""
+        return {
+            self._key(begin, end, "state"): (begin, end)
+            for begin, end in self.pieces.values()
+            if end in self.stated
+        }
+
+    def _key(self, begin: int, end: int, what: str) -> str:
+        """KV that was repaired depends on what was asked behind it, so it is this prompt's own."""
+        whose = "" if end <= self.exact_length else self.name
+        before, own = self.ids[:begin], self.ids[begin:end]
+        return module_key(self.model, before, own, self.namespace, f"kept {what} {whose}")
+
+    def has(self, text_digest: str, token_ids: Sequence[int]) -> bool:
+        """Whether a text is in it, by its digest or by tokens."""
+        if any(name == text_digest for name, _ in self.chunks):
+            return True
+        whole, part = (b"".join(t.to_bytes(4, "little") for t in x) for x in (self.ids, token_ids))
+        at = whole.find(part) if part else -1
+        while at >= 0 and at % 4:
+            at = whole.find(part, at + 1)
+        return at >= 0
+
+    def told(self) -> str:
+        """It as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> KeptPrompt:
+        """What `told` gave.
+
+        Raises:
+            ValueError, TypeError, KeyError: it did not.
+        """
+        found = json.loads(text)
+        chunks = tuple((str(name), int(end)) for name, end in found.pop("chunks"))
+        for name in ("ids", "ends", "stated"):
+            found[name] = tuple(map(int, found[name]))
+        return cls(**found, chunks=chunks)
+
+
+class KeptPrompts:
+    """The prompts of all models and tenants in a folder. Safe for several threads and processes."""
+
+    def __init__(self, folder: Path, max_bytes: int | None = None, secret: str | None = None):
+        """Open the folder, or make it.
+
+        Args:
+            max_bytes: most bytes of KV; what costs least to compute again goes first.
+            secret: as `DiskStore` has it.
+
+        Raises:
+            StoreError: it cannot be opened.
+        """
+        self.max_bytes = max_bytes
+        self._disk = DiskStore(folder, secret=secret)
+        try:
+            self._database = Database(folder / _TABLE, _SCHEMA)
+        except BaseException:
+            self._disk.close()
+            raise
+        self._read: tuple[int, list[KeptPrompt]] | None = None
+
+    def close(self) -> None:
+        """Release files."""
+        self._disk.close()
+        self._database.close()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all KV."""
+        return self._disk.nbytes
+
+    def all(self) -> list[KeptPrompt]:
+        """The prompts, that which was used longest ago first."""
+        version = self._database.version()
+        if self._read is None or self._read[0] != version:
+            rows = self._database.rows(f"{_SELECT} ORDER BY used")
+            told = [str(row[1]) for row in self._database.sound(rows)]
+            try:
+                self._read = version, [KeptPrompt.read(text) for text in told]
+            except (ValueError, TypeError, KeyError) as error:
+                raise StoreError(f"{self._database.path} has prompts of another kind") from error
+        return list(self._read[1])
+
+    def fill(self, prompt: KeptPrompt, piece: MakesPiece, state: MakesState) -> None:
+        """Write the pieces of a prompt that was told; those that are there are not asked for.
+
+        If it is deleted meanwhile, they are not kept.
+
+        Raises:
+            StoreError: there is no room, or the folder cannot be written; then nothing is kept.
+        """
+        try:
+            for key, (begin, end) in prompt.pieces.items():
+                if key not in self._disk:
+                    self._disk.put(key, piece(begin, end), lambda: self._has(prompt))
+            for key, (begin, end) in prompt.states.items():
+                if key not in self._disk:
+                    packed = _as_module(prompt.ids[begin:end], state(end))
+                    self._disk.put(key, packed, lambda: self._has(prompt))
+        except BaseException:
+            self.remove([prompt])
+            raise
+        self._evict()
+
+    def tell(self, prompt: KeptPrompt) -> None:
+        """Write down that there is a prompt; `fill` is to follow.
+
+        Raises:
+            StoreError: the table cannot be written.
+        """
+        told = prompt.told()
+        row = (prompt.name, prompt.namespace, told, row_sum(told))
+        with self._database.transaction() as connection:
+            connection.execute(f"REPLACE INTO prompts VALUES (?, ?, ?, {_NOW}, ?)", row)
+        self._read = None  # of one's own writing the version says nothing
+
+    def _has(self, prompt: KeptPrompt) -> bool:
+        return bool(self._database.rows("SELECT 1 FROM prompts WHERE name = ?", prompt.name))
+
+    def piece(self, prompt: KeptPrompt, key: str) -> ModuleKV | None:
+        """The KV of one of its pieces; None if it is not there.
+
+        Raises:
+            StoreError: it is damaged, or cannot be read.
+        """
+        begin, end = prompt.pieces[key]
+        return self._disk.get(key, prompt.ids[begin:end])
+
+    def state(self, prompt: KeptPrompt, key: str) -> torch.Tensor | None:
+        """The state behind one of its pieces; else as `piece`."""
+        begin, end = prompt.states[key]
+        found = self._disk.get(key, prompt.ids[begin:end])
+        return None if found is None else _unpacked(found)
+
+    def touch(self, prompt: KeptPrompt) -> None:
+        """Count a use."""
+        with self._database.transaction() as connection:
+            connection.execute(f"UPDATE prompts SET used = {_NOW} WHERE name = ?", (prompt.name,))
+        self._read = None
+
+    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> int:
+        """Delete a tenant's prompts that have a text, of all models; says how many there were.
+
+        Args:
+            token_ids: those that every prompt with the text has.
+        """
+        mine = (prompt for prompt in self.all() if prompt.namespace == namespace)
+        gone = [prompt for prompt in mine if prompt.has(text_digest, token_ids)]
+        self.remove(gone)
+        if gone:
+            self._database.scrub()
+        return len(gone)
+
+    def remove(self, prompts: Sequence[KeptPrompt]) -> None:
+        """Delete prompts, and the pieces that no other one has."""
+        if not prompts:
+            return
+        with self._database.transaction() as connection:
+            names = [(prompt.name,) for prompt in prompts]
+            connection.executemany("DELETE FROM prompts WHERE name = ?", names)
+        self._read = None
+        needed = {key for prompt in self.all() for key in (*prompt.pieces, *prompt.states)}
+        for prompt in prompts:
+            for key in {*prompt.pieces, *prompt.states} - needed:
+                self._disk.delete(key)
+
+    def _evict(self) -> None:
+        while self.max_bytes is not None and self.nbytes > self.max_bytes:
+            prompts, sizes = self.all(), self._disk.sizes()
+            if not prompts:
+                return
+            held = [_held(prompt, sizes) for prompt in prompts]
+            self.remove([prompts[least_worth(held)]])
+
+    def check(self) -> list[Problem]:
+        """Read all of it, and report what is damaged."""
+        told = {"prompts": _SELECT}
+        return [*self._database.check(told), *self._disk.check()]
+
+    def prune(self, max_bytes: int | None = None) -> tuple[int, int]:
+        """Remove pieces that no prompt has, and the least recently used until `max_bytes` are left.
+
+        Returns:
+            How many files went, and their bytes.
+        """
+        needed = {key for prompt in self.all() for key in (*prompt.pieces, *prompt.states)}
+        sizes = self._disk.sizes()
+        strays = [key for key in sizes if key not in needed]
+        for key in strays:
+            self._disk.delete(key)
+        count, nbytes = self._disk.prune(max_bytes)
+        return count + len(strays), nbytes + sum(sizes[key] for key in strays)
+
+
+def least_worth(held: Sequence[Mapping[Hashable, tuple[int, int]]]) -> int:
+    """Which prompt to drop: that which costs least to compute again for its bytes and its age.
+
+    Where all pieces have as many bytes a token it is the one that was used longest ago. A state of
+    a few tokens goes before one of many, which takes as many bytes.
+
+    Args:
+        held: of each prompt, the least recently used first, its pieces: tokens and bytes of each.
+            What others have, too, would not go with it.
+    """
+    uses = Counter(piece for pieces in held for piece in pieces)
+
+    def worth(at: int) -> float:
+        own = [size for piece, size in held[at].items() if uses[piece] == 1]
+        tokens, nbytes = (sum(size) for size in zip(*own, strict=True)) if own else (0, 0)
+        return tokens / nbytes / (len(held) - at) if nbytes else math.inf
+
+    return min(range(len(held)), key=worth)
+
+
+def _held(prompt: KeptPrompt, sizes: Mapping[str, int]) -> dict[Hashable, tuple[int, int]]:
+    found: dict[Hashable, tuple[int, int]] = {key: (0, sizes.get(key, 0)) for key in prompt.states}
+    for key, (begin, end) in prompt.pieces.items():
+        found[key] = end - begin, sizes.get(key, 0)
+    return found
+
+
+def _as_module(ids: Sequence[int], data: torch.Tensor) -> ModuleKV:
+    """Bytes in the form of a module's KV, so that the store keeps and checks them as such."""
+    width = -(-(8 + len(data)) // len(ids))
+    rows = torch.zeros(len(ids) * width, dtype=torch.uint8)
+    rows[:8].view(torch.int64)[0] = len(data)
+    rows[8 : 8 + len(data)] = data
+    values = rows.view(1, 1, len(ids), width)
+    return ModuleKV(tuple(ids), 0, values[..., :0], values)
+
+
+def _unpacked(module: ModuleKV) -> torch.Tensor:
+    """The bytes in a module."""
+    assert isinstance(module.values, torch.Tensor)
+    rows = module.values.flatten()
+    return rows[8 : 8 + int(rows[:8].view(torch.int64)[0])]
+
+
+def pieces_of(prompt: KeptPrompt) -> Iterator[tuple[str, int, int, str | None]]:
+    """Of each piece, in order: its key, first token, the one behind it, and its state's key."""
+    states = {end: key for key, (_, end) in prompt.states.items()}
+    for key, (begin, end) in prompt.pieces.items():
+        yield key, begin, end, states.get(end)
