@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -21,6 +21,9 @@ from cached_rag.rag.index import DocumentIndex
 
 if TYPE_CHECKING:
     from cached_rag.kv.disk import DiskStore
+    from cached_rag.kv.kept import KeptPrompts
+
+_T = TypeVar("_T")
 
 # Bytes to free on a full disk, besides twice the databases' own, so that these can be written.
 _ROOM = 1 << 20
@@ -38,6 +41,7 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
             "codec": store.codec.name,
             "texts": len(store),
             "bytes": store.nbytes,
+            "prompts_bytes": _of_kept(index, lambda kept: kept.nbytes, 0),
         }
     if as_json:
         print_json(facts)
@@ -45,7 +49,8 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
         gib = int(str(facts["bytes"])) / 2**30
         out.print(
             f"{facts['texts']} texts, each encoding counted, {gib:.2f} GiB, "
-            f"codec {facts['codec']}, in {facts['path']}",
+            f"codec {facts['codec']}, in {facts['path']}; "
+            f"{int(str(facts['prompts_bytes'])) / 2**20:.1f} MiB of finished prompts",
             soft_wrap=True,
         )
 
@@ -63,6 +68,7 @@ def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
         *_problems(
             folder / "index.sqlite", lambda path: DiskStore(path.parent, secret=signing_key())
         ),
+        *_of_kept(index, lambda kept: kept.check(), list[Problem]()),
     ]
     if not problems:  # what documents need is known only from undamaged databases
         problems = _needless(index)
@@ -130,6 +136,7 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
             lambda: measured(lambda: holdings.forget_digests(folder, _unneeded(index))),
             lambda: measured(lambda: holdings.drop_strays(folder)),
             lambda: store.prune(max_bytes),
+            lambda: _of_kept(index, lambda kept: kept.prune(_left(store, max_bytes)), (0, 0)),
             lambda: measured(lambda: sum(map(_compact, databases))),
         )
         for step in steps:
@@ -139,6 +146,22 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
                 gone.append(_make_room(store, databases, max_bytes))
                 gone.append(step())
     return sum(count for count, _ in gone), sum(nbytes for _, nbytes in gone)
+
+
+def _left(store: DiskStore, max_bytes: int | None) -> int | None:
+    """What a bound leaves for finished prompts."""
+    return None if max_bytes is None else max(0, max_bytes - store.nbytes)
+
+
+def _of_kept(index: Path, ask: Callable[[KeptPrompts], _T], otherwise: _T) -> _T:
+    """Something of what finished prompts left; `otherwise` if there is nothing."""
+    from cached_rag.kv.kept import KeptPrompts  # with PyTorch, which help needs not
+
+    folder = index / "kv" / holdings.FOLDER
+    if not folder.is_dir():
+        return otherwise
+    with closing(KeptPrompts(folder, secret=signing_key())) as kept:
+        return ask(kept)
 
 
 def _compact(path: Path) -> int:

@@ -188,7 +188,8 @@ class KeptPrompts:
         except BaseException:
             self.remove([prompt])
             raise
-        self._evict()
+        if self.max_bytes is not None:
+            self._evict(self.max_bytes)
 
     def tell(self, prompt: KeptPrompt) -> None:
         """Write down that there is a prompt; `fill` is to follow.
@@ -252,11 +253,9 @@ class KeptPrompts:
             for key in {*prompt.pieces, *prompt.states} - needed:
                 self._disk.delete(key)
 
-    def _evict(self) -> None:
-        while self.max_bytes is not None and self.nbytes > self.max_bytes:
-            prompts, sizes = self.all(), self._disk.sizes()
-            if not prompts:
-                return
+    def _evict(self, max_bytes: int) -> None:
+        while self.nbytes > max_bytes and (prompts := self.all()):
+            sizes = self._disk.sizes()
             held = [_held(prompt, sizes) for prompt in prompts]
             self.remove([prompts[least_worth(held)]])
 
@@ -266,18 +265,22 @@ class KeptPrompts:
         return [*self._database.check(told), *self._disk.check()]
 
     def prune(self, max_bytes: int | None = None) -> tuple[int, int]:
-        """Remove pieces that no prompt has, and the least recently used until `max_bytes` are left.
+        """Remove pieces that no prompt has, and prompts until `max_bytes` are left.
 
         Returns:
             How many files went, and their bytes.
         """
+        before = self._disk.sizes()
         needed = {key for prompt in self.all() for key in (*prompt.pieces, *prompt.states)}
-        sizes = self._disk.sizes()
-        strays = [key for key in sizes if key not in needed]
-        for key in strays:
+        for key in before.keys() - needed:
             self._disk.delete(key)
-        count, nbytes = self._disk.prune(max_bytes)
-        return count + len(strays), nbytes + sum(sizes[key] for key in strays)
+        if max_bytes is not None:
+            self._evict(max_bytes)
+        litter, nbytes = self._disk.prune()
+        after = self._disk.sizes()
+        return litter + len(before) - len(after), nbytes + sum(before.values()) - sum(
+            after.values()
+        )
 
 
 def least_worth(held: Sequence[Mapping[Hashable, tuple[int, int]]]) -> int:

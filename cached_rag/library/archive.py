@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from cached_rag.errors import StoreError
+from cached_rag.kv.blob import SigningError
 from cached_rag.kv.buffer import KVBuffer, ModuleKV, States
 from cached_rag.kv.kept import KeptPrompt, KeptPrompts, pieces_of
 from cached_rag.kv.layers import Layered, each
@@ -92,6 +93,9 @@ class Archive:
         try:
             found = self._loaded(best, length)
             self._kept.touch(best)
+        except SigningError as error:  # it is kept for those who have the key
+            _log.info("%s", error)
+            return None
         except StoreError as error:
             _log.warning("%s What it stands for is computed anew.", error)
             self._drop(best)

@@ -1,0 +1,251 @@
+"""Conversations that outlive the process: found by tokens, exact, and deleted with texts."""
+
+from __future__ import annotations
+
+import stat
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from conftest import CHUNKS, NEW_PROMPTS, ask, tiny_model
+from tiny_architectures import write_architecture
+
+from cached_rag import ConfigError, Engine, StoreConfig
+from cached_rag.backends.llama_cpp.loading import load_llama_cpp
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.holdings import FOLDER, forget
+from cached_rag.kv.kept import KeptPrompt, KeptPrompts, least_worth
+from cached_rag.library.sequences import PromptKV
+
+HEAD = "You answer questions about the documents below, briefly and exactly, in one sentence each."
+OPTIONS = {"max_tokens": 8, "ignore_eos": True}
+FIRST = ask(*CHUNKS, system=HEAD)
+
+
+def on_disk(folder, **options):
+    return StoreConfig(path=str(folder), **options)
+
+
+def later_turn(answer, messages=FIRST):
+    said = {"role": "assistant", "content": answer.text}
+    return [*messages, said, {"role": "user", "content": "And then?"}]
+
+
+def asked_once(folder, model=None, **options):
+    with Engine(model or tiny_model("llama"), on_disk(folder, **options)) as engine:
+        return engine.generate(FIRST, **OPTIONS)
+
+
+def again(folder, messages, model=None, **options):
+    """Another process's answer to a prompt, and how many tokens it took over."""
+    with Engine(model or tiny_model("llama"), on_disk(folder, **options)) as engine:
+        made = engine.generate(messages, **OPTIONS)
+        return made.token_ids, made.report.cached_tokens
+
+
+def files(folder):
+    return sorted((folder / FOLDER / "blobs").rglob("*.safetensors"))
+
+
+def kept(folder):
+    found = KeptPrompts(folder / FOLDER)
+    try:
+        return found.all()
+    finally:
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def whole_states(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    return load_llama_cpp(str(write_architecture(path, "qwen35")), threads=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4", "lfm2", "qwen3_5", "granite4_h", ""])
+def test_a_conversation_goes_on_in_another_process(family, tmp_path, whole_states):
+    model = tiny_model(family) if family else whole_states
+    messages = later_turn(asked_once(tmp_path, model))
+    with Engine(model, NEW_PROMPTS) as engine:
+        plain = engine.generate(messages, method="full", **OPTIONS)
+    for _ in range(2):
+        token_ids, cached = again(tmp_path, messages, model)
+        assert token_ids == plain.token_ids
+        assert cached > 0.8 * plain.report.prompt_tokens
+    assert again(tmp_path, messages, model, namespace="other") == (token_ids, 0)  # controls
+    assert again(tmp_path / "other", messages, model) == (token_ids, 0)
+
+
+def test_it_is_written_when_it_goes_on_and_all_when_the_engine_closes(tmp_path):
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        first = engine.generate(FIRST, **OPTIONS)
+        writing = engine._resources.archive._writing
+        writing.drain()
+        assert kept(tmp_path) == []
+        engine.generate(later_turn(first), **OPTIONS)
+        writing.drain()
+        (one,) = kept(tmp_path)
+        assert len(one.ids) > 170
+        engine.generate(ask(CHUNKS[2], system=HEAD), **OPTIONS)
+        writing.drain()
+        assert len(kept(tmp_path)) == 1
+    assert len(kept(tmp_path)) == 2
+    names = [*(tmp_path / FOLDER).glob("*.sqlite*"), *files(tmp_path)]
+    assert names
+    assert {stat.S_IMODE(path.stat().st_mode) for path in names} == {0o600}
+
+
+def test_what_was_repaired_serves_the_same_method_where_it_goes_on(tmp_path):
+    model = tiny_model("llama")
+    with Engine(model, on_disk(tmp_path)) as engine:
+        engine.encode(CHUNKS, engine.head(FIRST, CHUNKS[0]))
+        first = engine.generate(FIRST, **OPTIONS)
+        assert first.report.cached_tokens
+    (one,) = kept(tmp_path)
+    assert one.repair
+    assert one.exact_length < one.least < len(one.ids)
+    own = [end for _, end in one.pieces.values() if end > one.exact_length]
+    assert own
+    messages = later_turn(first)
+    with Engine(model, on_disk(tmp_path)) as engine:
+        assert engine.generate(messages, **OPTIONS).report.cached_tokens > one.least
+        exact = engine.generate(messages, method="prefix", **OPTIONS).report
+        assert exact.cached_tokens <= one.exact_length
+
+
+@pytest.mark.parametrize("how", ["engine", "folder"])
+def test_a_text_that_is_forgotten_goes_from_it(how, tmp_path):
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        engine.encode(CHUNKS)
+        engine.generate(FIRST, **OPTIONS)
+        engine.generate(ask(CHUNKS[2], system=HEAD), **OPTIONS)
+    assert len(kept(tmp_path)) == 2
+    before = len(files(tmp_path))
+    if how == "folder":
+        forget(tmp_path, [CHUNKS[0]])
+    else:
+        with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+            engine.forget([CHUNKS[0]])
+    (left,) = kept(tmp_path)
+    assert not left.has("", tiny_model("llama").tokenizer(CHUNKS[0])["input_ids"][2:-2])
+    assert 0 < len(files(tmp_path)) < before
+    names = {path.name.partition(".")[0] for path in files(tmp_path)}
+    assert names == {*left.pieces, *left.states}
+
+
+def test_a_text_that_is_forgotten_before_it_is_written_is_not(tmp_path):
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        engine.register(CHUNKS)
+        first = engine.generate(FIRST, **OPTIONS)
+        archive = engine._resources.archive
+        with archive._lock:  # the writer waits
+            engine.generate(later_turn(first), **OPTIONS)
+            engine.forget(CHUNKS[:1])
+        archive._writing.drain()
+    assert [one for one in kept(tmp_path) if len(one.ids) > 100] == []
+
+
+def test_damage_is_computed_anew_and_said(tmp_path, caplog):
+    messages = later_turn(asked_once(tmp_path))
+    good, cached = again(tmp_path / "fresh", messages)
+    assert cached == 0
+    for path in files(tmp_path):
+        data = bytearray(path.read_bytes())
+        data[-20] ^= 0xFF
+        path.write_bytes(data)
+    assert again(tmp_path, messages) == (good, 0)
+    assert "damaged" in caplog.text
+    assert again(tmp_path, messages)[1] > 150  # and kept again
+
+
+def test_pieces_that_a_killed_process_did_not_write_are_no_error(tmp_path):
+    first = asked_once(tmp_path)
+    files(tmp_path)[0].unlink()
+    messages = later_turn(first)
+    good, _ = again(tmp_path / "fresh", messages)
+    assert again(tmp_path, messages)[0] == good
+
+
+def test_another_key_finds_nothing_and_leaves_it(tmp_path):
+    messages = later_turn(asked_once(tmp_path, signing_key="k" * 16))
+    signed = partial(again, tmp_path, messages, sequence_bytes=1 << 30)
+    assert signed(signing_key="k" * 16, finish_seconds=0)[1] > 150
+    assert signed(finish_seconds=0)[1] == 0
+    assert signed(signing_key="k" * 16, finish_seconds=0)[1] > 150
+
+
+def test_two_processes_share_a_folder(tmp_path):
+    model = tiny_model("llama")
+    with Engine(model, on_disk(tmp_path)) as one, Engine(model, on_disk(tmp_path)) as other:
+        first = one.generate(FIRST, **OPTIONS)
+        second = one.generate(later_turn(first), **OPTIONS)
+        one._resources.archive._writing.drain()
+        found = other.generate(later_turn(first), **OPTIONS)
+        assert found.token_ids == second.token_ids
+        assert found.report.cached_tokens > 150
+
+
+def test_settings_that_cannot_apply_are_refused(tmp_path):
+    for wrong in ({}, {"path": str(tmp_path), "sequence_bytes": 0}):
+        with pytest.raises(ConfigError, match="needs a path, and sequence_bytes"):
+            StoreConfig(sequence_disk_bytes=1, **wrong)
+    with Engine(tiny_model("llama"), on_disk(tmp_path, sequence_disk_bytes=0)) as engine:
+        engine.generate(FIRST, **OPTIONS)
+    assert not (tmp_path / FOLDER).exists()
+    with pytest.raises(ValueError, match="do not make up"):
+        KeptPrompt("m", "", (1, 2, 3), (2,))
+
+
+# What goes first -----------------------------------------------------------------------------
+
+
+def test_what_was_used_longest_ago_goes_where_all_costs_alike():
+    assert least_worth([{"a": (10, 100)}, {"b": (90, 900)}, {"c": (5, 50)}]) == 0
+
+
+def test_a_state_of_a_few_tokens_goes_before_one_of_many():
+    large, small = {"a": (4000, 600)}, {"b": (100, 510)}
+    assert least_worth([large, small]) == 1
+    assert least_worth([{"a": (200, 600)}, {"b": (100, 510)}]) == 0  # control: age counts, too
+
+
+def test_what_others_have_too_is_no_reason_to_drop():
+    shared = {"head": (1000, 1000)}
+    found = [{**shared, "a": (10, 500)}, {**shared, "b": (400, 500)}, shared]
+    assert least_worth(found) == 0
+    assert least_worth([shared, {**shared, "b": (400, 500)}]) == 1  # the first frees nothing
+
+
+def test_the_disk_is_bounded(tmp_path):
+    found = KeptPrompts(tmp_path / FOLDER, max_bytes=3 * 5000)
+    try:
+        for number in range(5):
+            ids = tuple(range(number * 100, number * 100 + 64))
+            one = KeptPrompt("model", "", ids, (64,))
+            kv = torch.full((1, 1, 64, 16), float(number))
+            found.tell(one)
+            found.fill(one, lambda *_, ids=ids, kv=kv: ModuleKV(ids, 0, kv, kv[..., :0]), None)
+        left = [one.ids[0] for one in found.all()]
+        assert left[-1] == 400
+        assert len(left) < 5
+        assert found.nbytes <= 3 * 5000
+        assert found.check() == []
+        assert found.prune() == (0, 0)
+    finally:
+        found.close()
+
+
+def test_memory_keeps_to_its_bound_with_what_is_brought_back(tmp_path):
+    first = asked_once(tmp_path)
+    size = sum(path.stat().st_size for path in files(tmp_path))
+    with Engine(tiny_model("llama"), on_disk(tmp_path, sequence_bytes=size // 2)) as engine:
+        assert engine.generate(later_turn(first), **OPTIONS).report.cached_tokens > 150
+        assert engine.sequences.nbytes <= size // 2
+
+
+def test_a_prompt_goes_on_at_its_stops_only():
+    ids = np.arange(300)
+    one = PromptKV("", ids, (), 300, stops=(120, 250))
+    assert one.usable(np.arange(400), "") == 250
+    assert one.usable(np.arange(200), "") == 120
+    assert PromptKV("", ids, (), 300).usable(np.arange(200), "") == 200  # control
