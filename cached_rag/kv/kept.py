@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from cached_rag.errors import StoreError
+from cached_rag.kv.blob import SigningError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.database import Database, Problem, row_sum
 from cached_rag.kv.disk import DiskStore
@@ -185,6 +186,8 @@ class KeptPrompts:
                 if key not in self._disk:
                     packed = _as_module(prompt.ids[begin:end], state(end))
                     self._disk.put(key, packed, lambda: self._has(prompt))
+        except SigningError:  # what is there stays, for those who have the key
+            raise
         except BaseException:
             self.remove([prompt])
             raise

@@ -163,6 +163,8 @@ class Archive:
             self._kept.fill(new, piece, state)
             others = [one for one in self._mine(prompt.namespace) if one.name != new.name]
             self._kept.remove([one for one in others if supersedes(self._known[one.name])])
+        except SigningError as error:
+            _log.info("%s", error)
         except StoreError as error:
             _log.warning("what a prompt left is not kept on disk: %s", error)
         finally:
