@@ -238,7 +238,7 @@ def test_a_question_without_the_key_leaves_signed_kv_alone(tmp_path, caplog):
     prompt = f"{CHUNKS[0]}\n\nWho?"
 
     def asked(**signing):
-        store = StoreConfig(path=str(tmp_path), **signing)
+        store = StoreConfig(path=str(tmp_path), sequence_disk_bytes=0, **signing)
         with Engine(tiny_model("llama"), store=store) as engine:
             engine.encode(CHUNKS[:1])
             return [engine.generate(prompt, max_tokens=2).report.cached_tokens for _ in range(2)]
