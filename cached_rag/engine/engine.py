@@ -18,7 +18,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from cached_rag.backends.base import Backend
-from cached_rag.backends.load import load_backend
 from cached_rag.backends.prompt_text import Message, Rendered, Tokens
 from cached_rag.backends.resolve import Variant, plain_json
 from cached_rag.backends.thread import on_model_thread, submit
@@ -31,7 +30,7 @@ from cached_rag.engine.planner import Planner, TextPlanner
 from cached_rag.engine.prompt import AskedPrompt, Prefilling
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
-from cached_rag.engine.resources import Resources, completed, refuses, sizes_of
+from cached_rag.engine.resources import Resources, completed, load_backend, refuses, sizes_of
 from cached_rag.engine.scheduler import Scheduler
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError

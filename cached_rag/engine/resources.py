@@ -1,27 +1,34 @@
-"""What an engine answers its requests with, and what of it all tenants of a model share."""
+"""What an engine answers with: its model, loaded by a backend, and what tenants of it share."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cached_rag.backends.base import Backend
+from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.backends.machine import free_bytes
+from cached_rag.backends.resolve import Variant
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.backends.transformers.loading import load_model
 from cached_rag.config import StoreConfig
 from cached_rag.engine.idle import Audits, Settling
 from cached_rag.engine.profile import profile_of, refusal
-from cached_rag.errors import StoreError
+from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.holdings import FOLDER
 from cached_rag.kv.kept import KeptPrompts
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.kv.wire import Sizes
-from cached_rag.library.archive import Archive
+from cached_rag.library.archive import PromptArchive
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.learning import Activity, Learning, WriteBack
 from cached_rag.library.library import Library
@@ -46,7 +53,7 @@ class Resources:
     tokenization: Tokenization
     library: Library
     learning: Learning
-    archive: Archive | None
+    archive: PromptArchive | None
     sequences: Sequences
     workspace: Workspace
     activity: Activity
@@ -91,7 +98,7 @@ class Resources:
         )
 
 
-def _archive(model: Backend, settings: StoreConfig, activity: Activity) -> Archive | None:
+def _archive(model: Backend, settings: StoreConfig, activity: Activity) -> PromptArchive | None:
     if settings.path is None or not settings.sequence_disk_bytes:
         return None
     folder = Path(settings.path).expanduser() / FOLDER
@@ -101,7 +108,7 @@ def _archive(model: Backend, settings: StoreConfig, activity: Activity) -> Archi
         _log.warning("what finished prompts leave is not kept on disk: %s", error)
         return None
     writing = WriteBack(activity, finish_seconds=settings.finish_seconds)
-    return Archive(kept, model, model.shapes.device, writing)
+    return PromptArchive(kept, model, model.shapes.device, writing)
 
 
 # What prepares chunks, where a model's layers keep states, so that chunks have no KV of their own.
@@ -138,3 +145,50 @@ def refuses(model: Backend, remote: RemoteTier | None) -> Refuses:
 def sizes_of(model: Backend) -> Sizes:
     """What KV and heads of a model look like, for checking those that come from elsewhere."""
     return Sizes(model.shapes, model.context_length, model.vocab_size)
+
+
+def load_backend(
+    name: str,
+    backend: str = "transformers",
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: str | None = None,
+    weights: str = "as stored",
+    variant: Variant = Variant(),  # noqa: B008
+) -> Backend:
+    """Load a model.
+
+    Args:
+        name: alias, hub id, folder or GGUF file; llama.cpp takes only what is a GGUF.
+        backend: "transformers" or "llama.cpp".
+        dtype, device, weights: see `load_model`. llama.cpp decides about dtype and weights itself;
+            its devices are "cpu" and "gpu".
+        variant: revision, adapter and further options, which llama.cpp has not.
+
+    Raises:
+        ConfigError: there is no such backend, or it has not these options.
+        Else as `load_model` and `load_llama_cpp`.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
+    return BACKENDS[backend](name, dtype, device, weights, variant)
+
+
+def _llama_cpp(
+    name: str, dtype: torch.dtype | str | None, device: str | None, weights: str, variant: Variant
+) -> Backend:
+    given = {"dtype": dtype, "device": None if device in ("cpu", "gpu") else device}
+    given["weights"] = None if weights == "as stored" else weights
+    given |= {"revision": variant.revision, "adapter": variant.adapter}
+    given["model_kwargs"] = json.loads(variant.model_kwargs)
+    if set_by_user := [f"{option}={value!r}" for option, value in given.items() if value]:
+        raise ConfigError(
+            f'llama.cpp runs a GGUF with the weights that are in it, on "cpu" or "gpu", so '
+            f"{' and '.join(set_by_user)} cannot be had; leave it out, or use "
+            'backend="transformers"'
+        )
+    return load_llama_cpp(name, on_gpu=device == "gpu")
+
+
+_Load = Callable[[str, torch.dtype | str | None, str | None, str, Variant], Backend]
+BACKENDS: dict[str, _Load] = {"transformers": load_model, "llama.cpp": _llama_cpp}

@@ -38,7 +38,7 @@ class Model(Protocol):
         """See `Backend`."""
 
 
-class Archive:
+class PromptArchive:
     """The kept prompts of one model, on disk. Safe for several threads."""
 
     def __init__(

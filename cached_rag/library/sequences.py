@@ -121,7 +121,7 @@ class PromptKV:
 
 
 class Disk(Protocol):
-    """What is kept beyond memory; `Archive` implements it."""
+    """What is kept beyond memory; `PromptArchive` implements it."""
 
     def prompts(self, namespace: str) -> list[PromptKV]:
         """A tenant's kept prompts, without their KV."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from cached_rag.methods.a3 import A3
-from cached_rag.methods.anchorflow import AnchorFlow
-from cached_rag.methods.auto import Auto, Fast
+from cached_rag.methods.anchorflow import AnchorFlow, Auto, Fast
 from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Selector, Takes
 from cached_rag.methods.cacheblend import CacheBlend
 from cached_rag.methods.epic import Epic
-from cached_rag.methods.infoflow import InfoFlow
 from cached_rag.methods.parse import UnionSelector, has_own_ratio, parse_method, spelled
-from cached_rag.methods.prophetkv import ProphetKV
+from cached_rag.methods.question import A3, InfoFlow, ProphetKV
 from cached_rag.methods.reuse import Full, Prefix, Random, Reuse
 
 __all__ = [

@@ -22,11 +22,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cached_rag import load_model
 from cached_rag.backends import machine, resolve
-from cached_rag.backends.load import load_backend
 from cached_rag.backends.transformers import loading, packing
 from cached_rag.backends.transformers.gguf import convert, set_attention_scale
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.packing import densify
+from cached_rag.engine.resources import load_backend
 from cached_rag.errors import ModelError, ModelNotFoundError
 
 

@@ -103,7 +103,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
     context: LlamaContext | None = None
     try:
-        outline = Outline.of(reader, library, handle)
+        facts = KVFacts.of(reader, library, handle)
         del reader
         vocab = library.llama_model_get_vocab(handle)
         size = library.llama_vocab_n_tokens(vocab)
@@ -112,15 +112,15 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
             handle,
             size,
             threads or torch.get_num_threads(),
-            least=outline.least_cells,
-            has_alibi=outline.has_alibi,
+            least=facts.least_cells,
+            has_alibi=facts.has_alibi,
         )
         tokenizer = tokenizer_of(source, path)
         if gguf_source(name) != source:
             raise ModelError(f"{path} was changed while it was loaded; load it again")
         _check_tokenizer(library, vocab, tokenizer, name)
         ids = probe_ids(library, vocab, size)
-        rule = examined(context, outline, ids)
+        rule = examined(context, facts, ids)
         kv_facts = {
             "version": _KV_VERSION,
             "weights": source.digest,
@@ -256,7 +256,7 @@ class FileOutline(BoundedReader):
 
 
 @dataclass(frozen=True)
-class Outline:
+class KVFacts:
     """What a file says of how its KV depends on position, and of the rows of states.
 
     Attributes:
@@ -274,7 +274,7 @@ class Outline:
     least_cells: int
 
     @classmethod
-    def of(cls, reader: FileOutline, library: ctypes.CDLL, handle: int) -> Outline:
+    def of(cls, reader: FileOutline, library: ctypes.CDLL, handle: int) -> KVFacts:
         """Read it."""
         even = library.llama_model_n_embd(handle) // max(1, library.llama_model_n_head(handle))
         width = int(reader.number("attention.key_length", even))
@@ -348,7 +348,7 @@ def probe_ids(library: ctypes.CDLL, vocab: int, size: int) -> list[int]:
     return [token for n, token in enumerate(found) if n % step == 0][:_PROBE_TOKENS]
 
 
-def examined(context: LlamaContext, outline: Outline, ids: list[int]) -> PositionRule:
+def examined(context: LlamaContext, facts: KVFacts, ids: list[int]) -> PositionRule:
     """Learn the states' format, and the rule by which keys are moved.
 
     Where states are not taken apart, the context has no format, and the rule the reason.
@@ -361,22 +361,22 @@ def examined(context: LlamaContext, outline: Outline, ids: list[int]) -> Positio
     """
     context.resize(0)
     third, end = len(ids) // 3, len(ids) - 1
-    probe = _Probe(context, ids, (0, third, 2 * third, end, end + 1))
+    trial = _Trial(context, ids, (0, third, 2 * third, end, end + 1))
     try:
         if context.is_recurrent:
             raise ModelError("it has recurrent layers")
-        context.format = StateFormat.of(probe.whole, outline.dims)
+        context.format = StateFormat.of(trial.whole, facts.dims)
         context.bytes_per_token = context.shapes.bytes_per_token
-        here = probe.read(0)
-        probe.check_parts(here)
+        here = trial.read(0)
+        trial.check_parts(here)
     except ModelError as error:
-        context.format, context.bytes_per_token = None, probe.bytes_per_token
-        probe.check_whole()
+        context.format, context.bytes_per_token = None, trial.bytes_per_token
+        trial.check_whole()
         return PositionRule(reason=f"llama.cpp's states are kept as a whole: {error}")
-    return _rule(probe, outline, here)
+    return _rule(trial, facts, here)
 
 
-class _Probe:
+class _Trial:
     """Some tokens, computed in a few pieces: where they are cut changes the rounding.
 
     Attributes:
@@ -464,21 +464,21 @@ class _Probe:
             raise ModelError(f"{what} (error {error:.1e}, wrong KV {control:.1e})")
 
 
-def _rule(probe: _Probe, outline: Outline, here: KVBuffer) -> PositionRule:
+def _rule(trial: _Trial, facts: KVFacts, here: KVBuffer) -> PositionRule:
     """How keys, and what of latents is rotated, depend on position: from three places."""
-    there = {delta: probe.read(delta) for delta in (_NEAR, _FAR)}
+    there = {delta: trial.read(delta) for delta in (_NEAR, _FAR)}
     found: dict[str, list[LayerRule]] = {"keys": [], "values": []}
-    sides = ("keys", "values") if outline.dims.latent else ("keys",)
+    sides = ("keys", "values") if facts.dims.latent else ("keys",)
     for side in sides:
         before = by_layer(getattr(here, side)[:, 0])
         after = {delta: by_layer(getattr(kv, side)[:, 0]) for delta, kv in there.items()}
         for layer in range(len(before)):
             moved = {delta: kv[layer] for delta, kv in after.items()}
-            rule = match_rule(before[layer], moved, outline.frequencies, _TOLERANCE)
+            rule = match_rule(before[layer], moved, facts.frequencies, _TOLERANCE)
             if rule is None:
                 return PositionRule(
                     reason="no known rotation explains how llama.cpp's keys of "
-                    f"{outline.architecture} models move (layer {layer})"
+                    f"{facts.architecture} models move (layer {layer})"
                 )
             found[side].append(rule)
     return PositionRule(tuple(found["keys"]), values=tuple(found["values"]))
