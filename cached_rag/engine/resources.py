@@ -107,8 +107,7 @@ def _archive(model: Backend, settings: StoreConfig, activity: Activity) -> Promp
     except StoreError as error:
         _log.warning("what finished prompts leave is not kept on disk: %s", error)
         return None
-    writing = WriteBack(activity, finish_seconds=settings.finish_seconds)
-    return PromptArchive(kept, model, model.shapes.device, writing)
+    return PromptArchive(kept, model, model.shapes.device, WriteBack(activity))
 
 
 # What prepares chunks, where a model's layers keep states, so that chunks have no KV of their own.

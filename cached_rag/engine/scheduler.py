@@ -25,7 +25,7 @@ from cached_rag.engine.batch import Batch, Work
 from cached_rag.engine.request import Request, Status
 from cached_rag.engine.sharing import Beginning
 from cached_rag.engine.waiting import Waiting
-from cached_rag.errors import ClosedError
+from cached_rag.errors import ClosedError, StoreError
 from cached_rag.library.sequences import Sequences
 
 _log = logging.getLogger(__name__)
@@ -327,7 +327,10 @@ class Scheduler:
             self._batch.forget(namespace, text_digest, token_ids)
             for request in self._waiting:  # those that were set back
                 request.forget(namespace, text_digest, token_ids)
-            kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
+            try:
+                kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
+            except StoreError as error:  # as whoever called `forget` was told
+                _log.warning("%s", error)
         while self._cancelled:
             self._finish(self._cancelled.popleft(), Status.CANCELLED)
 

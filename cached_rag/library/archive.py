@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -32,6 +33,10 @@ class Model(Protocol):
 
     @property
     def fingerprint(self) -> str:
+        """See `Backend`."""
+
+    @property
+    def lock(self) -> threading.Lock:
         """See `Backend`."""
 
     def unpacked(self, data: torch.Tensor, length: int) -> States:
@@ -62,9 +67,9 @@ class PromptArchive:
 
     def prompts(self, namespace: str) -> list[PromptKV]:
         """A tenant's kept prompts, without their KV; that which was used longest ago first."""
-        return [self._known[one.name] for one in self._mine(namespace)]
+        return [described for _, described in self._mine(namespace)]
 
-    def _mine(self, namespace: str) -> list[KeptPrompt]:
+    def _mine(self, namespace: str) -> list[tuple[KeptPrompt, PromptKV]]:
         try:
             found = self._kept.all()
         except StoreError as error:
@@ -72,8 +77,10 @@ class PromptArchive:
             return []
         model, known = self._model.fingerprint, self._known
         if known.keys() != {one.name for one in found}:
-            self._known = {one.name: known.get(one.name) or _described(one) for one in found}
-        return [one for one in found if (one.model, one.namespace) == (model, namespace)]
+            known = {one.name: known.get(one.name) or _described(one) for one in found}
+            self._known = known
+        mine = (one for one in found if (one.model, one.namespace) == (model, namespace))
+        return [(one, known[one.name]) for one in mine]
 
     def bring(
         self, namespace: str, usable: Callable[[PromptKV], int], least: int
@@ -85,14 +92,13 @@ class PromptArchive:
             least: it has to be more than so many.
         """
         mine = self._mine(namespace)
-        lengths = [usable(self._known[one.name]) for one in mine]
+        lengths = [usable(described) for _, described in mine]
         if not mine or max(lengths) <= least:
             return None
         length = max(lengths)
-        best = mine[lengths.index(length)]
+        best, _ = mine[lengths.index(length)]
         try:
             found = self._loaded(best, length)
-            self._kept.touch(best)
         except SigningError as error:  # it is kept for those who have the key
             _log.info("%s", error)
             return None
@@ -100,8 +106,11 @@ class PromptArchive:
             _log.warning("%s What it stands for is computed anew.", error)
             self._drop(best)
             return None
-        if found is None:
+        if found is None or len(found.ids) < length:  # a piece is missing
             self._drop(best)
+            return found
+        with suppress(StoreError):  # the folder may be read-only
+            self._kept.touch(best)
         return found
 
     def _drop(self, prompt: KeptPrompt) -> None:
@@ -153,7 +162,8 @@ class PromptArchive:
         def state(end: int) -> torch.Tensor:
             run = next(run for run in prompt.runs if run.slot + len(run) == end)
             assert run.buffer.states is not None
-            return run.buffer.states.packed()
+            with self._model.lock:  # the state may still be where the model computes
+                return run.buffer.states.packed()
 
         try:
             with self._lock:
@@ -161,8 +171,8 @@ class PromptArchive:
                     return  # a text in it was forgotten
                 self._kept.tell(new)
             self._kept.fill(new, piece, state)
-            others = [one for one in self._mine(prompt.namespace) if one.name != new.name]
-            self._kept.remove([one for one in others if supersedes(self._known[one.name])])
+            others = [pair for pair in self._mine(prompt.namespace) if pair[0].name != new.name]
+            self._kept.remove([one for one, described in others if supersedes(described)])
         except SigningError as error:
             _log.info("%s", error)
         except StoreError as error:

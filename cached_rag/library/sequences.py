@@ -194,9 +194,10 @@ class Sequences:
                 brought = self._disk.bring(
                     namespace, lambda one: _worthwhile(one, ids, repair, exact), most[0]
                 )
-                if brought is not None:
-                    best, most = brought, (brought.usable(ids, repair, exact), 0)
-                    self._kept.insert(0, brought)
+                length = brought.usable(ids, repair, exact) if brought is not None else 0
+                if brought is not None and length > most[0]:
+                    best, most = brought, (length, 0)
+                    self._kept.append(brought)
             if best is not None:
                 self._kept.remove(best)
                 self._kept.append(best)
@@ -264,7 +265,7 @@ class Sequences:
 
     def close(self) -> None:
         """Have all that is kept written to disk: what goes on is there already."""
-        for one in self._kept:
+        for one in list(self._kept):
             self._write(one)
 
     def _has_room(self, nbytes: int) -> bool:

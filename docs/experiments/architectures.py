@@ -63,6 +63,25 @@ _DIFFERS: dict[str, dict[str, Any]] = {
     },
 }
 _MOST_WEIGHTS = 30_000_000
+# With `published`, a family's configuration is transformers' default, which is its first published
+# model's: so many layers, in that order, with those heads and windows. Only these sizes are less.
+_NARROW = {
+    **{"vocab_size": 240, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32},
+    **{"shared_expert_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    **{"vocab_size_per_layer_input": 240, "hidden_size_per_layer_input": 16},
+    **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
+}
+# Those that people run, and what the defaults leave open.
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    **{"gemma4_text": {}, "gpt_oss": {}, "llama4_text": {}, "granite_swa": {}, "deepseek_v3": {}},
+    **{"glm4_moe_lite": {}, "qwen3_5_text": {}, "qwen3_next": {}, "falcon_h1": {}},
+    "gemma3n_text": {"intermediate_size": [96] * 35},
+    "lfm2": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "kimi_linear": {},
+    "granitemoehybrid": {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4},
+    "nemotron_h": {},
+}
 
 
 @dataclass(frozen=True)
@@ -78,22 +97,29 @@ class ArchitectureRow:
     families: str
 
 
-def bench_architectures(only: tuple[str, ...] = ()) -> list[ArchitectureRow]:
+def bench_architectures(
+    only: tuple[str, ...] = (), *, published: bool = False
+) -> list[ArchitectureRow]:
     """Examine a tiny random model of every family that this version of transformers knows.
 
     Args:
         only: these families; empty for all.
+        published: of those that people run, with the layers of a published model.
     """
     found: dict[str, list[str]] = {}
-    for kind in only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        found.setdefault(examined(kind), []).append(kind)
+    for kind in only or (_PUBLISHED if published else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
+        config = _narrow(kind) if published else next(_tiny(kind), None)
+        found.setdefault(examined(kind, config), []).append(kind)
     ordered = sorted(found.items(), key=lambda row: (row[0].startswith("refused"), -len(row[1])))
     return [ArchitectureRow(methods, ", ".join(kinds)) for methods, kinds in ordered]
 
 
-def examined(kind: str) -> str:
-    """Which methods a family has, or why none."""
-    config = next(_tiny(kind), None)
+def examined(kind: str, config: Any) -> str:
+    """Which methods a family has, or why none.
+
+    Args:
+        config: of its model; None if there is none that is small.
+    """
     if config is None:
         return "not tried: it cannot be built at tiny size"
     torch.manual_seed(0)
@@ -130,6 +156,14 @@ def _tiny(kind: str) -> Iterator[Any]:
             continue
         if sum(weights.numel() for weights in model.parameters()) <= _MOST_WEIGHTS:
             yield config
+
+
+def _narrow(kind: str) -> Any:
+    """A published model's configuration, narrowed."""
+    known = CONFIG_MAPPING[kind]
+    names = {*getattr(known, "__dataclass_fields__", {}), *getattr(known, "attribute_map", {})}
+    sizes = {name: size for name, size in _NARROW.items() if name in names}
+    return AutoConfig.for_model(kind, **(sizes | _PUBLISHED.get(kind, {})))
 
 
 class _Tokenizer:

@@ -37,13 +37,17 @@ def architectures(
     families: Annotated[
         list[str] | None, typer.Argument(help="By transformers' names; none for all.")
     ] = None,
+    published: Annotated[
+        bool, typer.Option(help="With a published model's layers, only narrower.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Which methods each architecture has, or why it is refused; tried on tiny random models."""
     from cached_rag.evaluation.machine import machine
     from docs.experiments.architectures import bench_architectures
 
-    _print(bench_architectures(tuple(families or ())), machine(), as_json=as_json)
+    rows = bench_architectures(tuple(families or ()), published=published)
+    _print(rows, machine(), as_json=as_json)
 
 
 def loading(
