@@ -18,6 +18,8 @@ from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
 from cached_rag.cli.documents import IngestCommand
 from cached_rag.errors import ClusterError, StoreError
 from cached_rag.kv.remote import RemoteTier
+from cached_rag.library import encode
+from cached_rag.rag import workers
 from cached_rag.rag.workers import Preparation
 
 
@@ -43,11 +45,13 @@ class Here:
 
 
 @pytest.fixture
-def docs(tmp_path):
+def docs(tmp_path, monkeypatch):
     """Long documents, which are encoded each by itself, then short ones, then bad ones."""
+    monkeypatch.setattr(workers, "_GROUP_CHUNKS", 8)
+    monkeypatch.setattr(encode, "BATCH_TOKENS", 512)
     folder = tmp_path / "docs"
     folder.mkdir()
-    for number, lines in enumerate((68, 74, 3, 5, 4)):
+    for number, lines in enumerate((17, 19, 3, 5, 4)):
         told = "\n\n".join(f"{number}.{n} {CHUNKS[n % 3]}" for n in range(lines))
         (folder / f"{number}.txt").write_text(f"About {number}\n\n{told}")
     (folder / "3-broken.pdf").write_bytes(b"%PDF-nonsense")
@@ -140,7 +144,7 @@ def test_documents_of_an_ingestion_without_workers_are_finished_by_them(opened, 
     here = Here()
     done = ingest(rag, docs, ray=here)
     assert (done.added, done.unchanged, rag.index.pending()) == (0, 5, [])
-    assert here.encoded == done.encoded == ingest(alone, docs).encoded > 60
+    assert here.encoded == done.encoded == ingest(alone, docs).encoded > 20
     assert_same_index(rag, alone)
 
 
