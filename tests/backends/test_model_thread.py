@@ -40,7 +40,7 @@ import threading, time, torch
 from cached_rag.backends.thread import submit
 matrix = torch.randn(600, 600)
 def work():
-    for _ in range(20):
+    for _ in range(60):
         matrix @ matrix
 submit(work)
 submit(lambda: time.sleep(60))  # is never begun
