@@ -56,6 +56,7 @@ def test_damages_change_something(what):
 
 def test_without_checksums_damage_is_seen_as_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(blob, "layer_sums", lambda tensors, *_: ["0"] * len(tensors["keys"]))
+    monkeypatch.setattr(flips, "DAMAGES", {"zeroed": flips.DAMAGES["512 bytes zeroed"]})
     outcomes = flips.campaign(3, tmp_path, random.Random(2))
     assert sum(one.wrong for one in outcomes if "KV files" in one.fault) > 0
 
@@ -64,7 +65,7 @@ def test_weights_that_are_not_looked_at_are_seen_as_wrong(tmp_path, monkeypatch)
     monkeypatch.setattr(loading, "copied", lambda model: copied(model) and "the same")
     monkeypatch.setattr(resolve, "_is_sound", lambda _: True)
     monkeypatch.setattr(replaced, "CHANGES", {})
-    named, over, damaged = replaced.campaign(3, tmp_path, random.Random(0))
+    named, over, damaged = replaced.campaign(1, tmp_path, random.Random(0))
     assert named.wrong > 0
     assert over.wrong > 0
     assert damaged.survived < damaged.trials

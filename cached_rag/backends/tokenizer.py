@@ -212,7 +212,8 @@ class Tokenization:
         ids = list(encoded.ids)
         if not text:
             return Tokens(ids, [0] * len(ids), [0] * len(ids))
-        starts, ends = map(list, zip(*encoded.offsets, strict=True)) if ids else ([], [])
+        offsets = encoded.offsets  # read once, as it is made anew each time
+        starts, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
         for i in range(len(ends) - 1, 0, -1):
             # Special tokens added at the end have offset 0; but offsets must ascend.
             if ends[i]:

@@ -95,6 +95,14 @@ def test_products_in_few_bits_are_those_of_the_dense_weights(kind, rows, has_bia
     assert not torch.allclose(layer(hidden), F.linear(hidden, weights, bias), atol=TOLERANCE)
 
 
+def test_in_fp32_the_kernel_for_bytes_is_not_called(monkeypatch):
+    monkeypatch.setattr(packing, "_OPS", None)  # for many rows it is slow in fp32
+    levels, scales = in_bytes(torch.randn(packing._ROWS_AT_ONCE + 40, 64), torch.float32)
+    rows = torch.randn(20, 64)
+    found = Int8Linear(levels, scales)(rows)
+    assert torch.allclose(found, rows @ (levels * scales[:, None]).T, atol=TOLERANCE)
+
+
 def test_many_rows_use_dense_weights_where_there_are_any():
     groups = grouped(torch.randn(16, 32))
     layer = Int4Linear(groups, torch.bfloat16, None, torch.zeros(16, 32))

@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 from conftest import CHUNKS
 from fastapi.testclient import TestClient
+from fresh import run_fresh
 from indexes import WordEmbedding
 from typer.testing import CliRunner
 
@@ -754,18 +755,14 @@ def test_a_code_page_that_lacks_a_character_fails_no_command(tmp_path):
     name = "m\N{SNOWMAN}"
     code = (
         "import sys; from cached_rag.cli import run\n"
+        "for stream in (sys.stdout, sys.stderr): stream.reconfigure(encoding='cp1252')\n"
         "try: run()\n"
         "except SystemExit as shown: sys.argv.append('--json'); print('---', shown.code)\n"
         "run()"
     )
     (tmp_path / "a.xml").write_text(f'<schema name="s"><module name="{name}"/></schema>', "utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", code, "schema", "check", "a.xml"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONIOENCODING": "cp1252"},
-        capture_output=True,
-    )
-    assert (done.returncode, done.stderr) == (1, b"")
-    shown, as_json = done.stdout.split(b"--- 1")
-    assert b"'m?'" in shown
-    assert b"'m?'" not in as_json
+    done = run_fresh(code, "schema", "check", "a.xml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    shown, as_json = done.stdout.split("--- 1")
+    assert "'m?'" in shown
+    assert "'m?'" not in as_json

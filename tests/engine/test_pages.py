@@ -92,12 +92,12 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was(model, pages, method, s
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
-def test_models_with_windows_go_on_where_they_were(family):
-    model, options = tiny_model(family), {**LONG, "max_tokens": 700, "method": "full"}
+def test_models_with_windows_go_on_where_they_were(pages, family):
+    model, options = tiny_model(family), {**LONG, "max_tokens": 240, "method": "full"}
     asked = [f"{chunk} Why?" for chunk in CHUNKS[:2]]
     free = Engine(model, NEW_PROMPTS)
     expected = [one.token_ids for one in free.generate_batch(asked, **options)]
-    bound = BatchConfig(max_bytes=1200 * model.shapes.bytes_per_token)
+    bound = BatchConfig(max_bytes=(2 * 256 + 6) * model.shapes.bytes_per_token)
     answers = Engine(model, NEW_PROMPTS, bound).generate_batch(asked, **options)
     assert [one.token_ids for one in answers] == expected
     assert any("interrupted" in note for note in answers[1].report.notes)

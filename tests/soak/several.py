@@ -20,7 +20,8 @@ def soak(folder: Path, processes: int, threads: int, seconds: float, seed: int) 
         right = rag.engine.generate(world.PROMPT, method="full", max_tokens=tokens).text
     work = partial(run, folder, threads, seconds, right=right)
     whole = Done()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "cached_rag"])  # once, for all that it starts
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         for done in pool.map(work, [seed * 100 + n for n in range(processes)]):
             whole.counts += done.counts
