@@ -99,11 +99,13 @@ class Resources:
 
 
 def _archive(model: Backend, settings: StoreConfig, activity: Activity) -> PromptArchive | None:
-    if settings.path is None or not settings.sequence_disk_bytes:
+    written, kept_bytes = settings.sequence_disk_bytes, settings.sequence_bytes
+    most = kept_bytes if written is None else written
+    if settings.path is None or not most:
         return None
     folder = Path(settings.path).expanduser() / FOLDER
     try:
-        kept = KeptPrompts(folder, settings.sequence_disk_bytes, settings.signing_key)
+        kept = KeptPrompts(folder, most, settings.signing_key)
     except StoreError as error:
         _log.warning("what finished prompts leave is not kept on disk: %s", error)
         return None
@@ -124,12 +126,9 @@ def completed(settings: StoreConfig, model: Backend) -> StoreConfig:
         settings = replace(settings, **_NO_CHUNKS)
     room = min(settings.memory_bytes // 4, free_bytes(str(device)) // 8)
     kept, pipelined = settings.sequence_bytes, settings.pipelined
-    kept = max(0, room) if kept is None else kept
-    written = settings.sequence_disk_bytes
     return replace(
         settings,
-        sequence_bytes=kept,
-        sequence_disk_bytes=kept if written is None and settings.path is not None else written,
+        sequence_bytes=max(0, room) if kept is None else kept,
         pipelined=device.type == "cuda" if pipelined is None else pipelined,
     )
 

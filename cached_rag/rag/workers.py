@@ -349,6 +349,7 @@ def _for_workers(store: StoreConfig) -> StoreConfig:
         memory_bytes=_WORKER_BYTES,
         device_bytes=0,
         sequence_bytes=0,
+        sequence_disk_bytes=None,
         harvest=None,
         write_back=False,
         learn="off",

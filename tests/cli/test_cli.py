@@ -506,8 +506,8 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch):
     assert "serving m at http://0.0.0.0:" in result.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--first-exact",)])
-def test_served_documents_are_encoded_behind_the_head_alone_if_asked(
+@pytest.mark.parametrize("options", [(), ("--no-first-exact",)])
+def test_served_documents_are_encoded_behind_the_head_alone_unless_told_otherwise(
     model_folder, monkeypatch, options
 ):
     def encoded(server, sockets):
@@ -522,7 +522,7 @@ def test_served_documents_are_encoded_behind_the_head_alone_if_asked(
     monkeypatch.setattr("cached_rag.server.run.Server.run", encoded)
     result = run(cli.app, ["serve", "--model", model_folder, "--port", "0", *options])
     assert result.exit_code == 0, result.output
-    assert sorted(found) == ([False, True] if options else [True])
+    assert sorted(found) == ([True] if options else [False, True])
 
 
 def write_set(path, *questions):

@@ -28,7 +28,7 @@ def test_the_three_answer_the_same_questions(engine):
     ]
     tokens = sum(len(engine.tokenization.literal(chunk).ids) for chunk in CHUNKS)
     assert found["encoded"]["modules"] == 3
-    assert found["encoded"]["tokens"] == pytest.approx(tokens, abs=3)  # less at the borders
+    assert found["encoded"]["tokens"] == pytest.approx(2 * tokens, abs=6)  # less at the borders
     assert 0 < found["charged_recompute"] < 1
     assert found["overhead_ms"] > 0
     answers = {(name, example.id): text for name, example, text in told}

@@ -169,12 +169,12 @@ def test_callbacks_see_both_retrievers(llm, inner):
 def test_eager_encodes_before_returning(llm, inner, is_async):
     cached = CachedRetriever(retriever=inner, llm=llm, encode="eager", prompt=PROMPT)
     found = asyncio.run(cached.ainvoke("copper")) if is_async else cached.invoke("copper")
-    (behind,) = held(llm, found[0].page_content)
-    assert len(behind.prefix_ids) > 5
+    (head,) = {behind.prefix_ids for behind in held(llm, found[0].page_content)}
+    assert len(head) > 5
     messages = PROMPT.format_messages(context=found[0].page_content, question="Why?")
     report = llm.invoke(messages).response_metadata["cached_rag"]
     assert (report["modules_hit"], report["modules_missed"]) == (1, 0)
-    assert report["cached_tokens"] >= len(behind.prefix_ids)
+    assert report["cached_tokens"] >= len(head)
 
 
 def test_eager_says_how_far_it_is(llm, inner):

@@ -238,8 +238,8 @@ def test_a_model_without_chat_template_is_asked_alike_by_complete_and_predict(op
         assert llm.predict(PromptTemplate("{x}"), x="Why?") == llm.complete("Why?").text
         assert llm.metadata.context_window < engine.model.context_length  # what stands around it
         llm.encode(CHUNKS, prompt=PromptTemplate("Read {context_str}"))
-        (behind,) = engine.library.encoded_after()
-        assert tokenizer.decode(behind.prefix_ids).startswith(asked.split("Why?")[0])
+        (head,) = {one.prefix_ids for one in engine.library.encoded_after()}
+        assert tokenizer.decode(head).startswith(asked.split("Why?")[0])
 
 
 def test_drafts_are_a_setting(llm):
@@ -271,10 +271,10 @@ def test_a_prompt_gives_its_head_to_what_is_encoded(llm):
     llm.encode(CHUNKS, prompt=template)
     answer = llm.predict(template, context_str=CHUNKS[1], query_str=QUESTION)
     assert isinstance(answer, str)
-    (behind,) = llm.loaded_engine().library.encoded_after()
+    (head,) = {one.prefix_ids for one in llm.loaded_engine().library.encoded_after()}
     rendered = llm.messages_to_prompt([ChatMessage(content="Read this.\n")])
-    assert len(behind.prefix_ids) > len(llm.token_ids("Read this."))
-    assert rendered.startswith(llm.loaded_engine().model.tokenizer.decode(behind.prefix_ids)[:20])
+    assert len(head) > len(llm.token_ids("Read this."))
+    assert rendered.startswith(llm.loaded_engine().model.tokenizer.decode(head)[:20])
     with pytest.raises(ValueError, match="no variable 'documents'"):
         llm.encode(CHUNKS, prompt=template, variable="documents")
     with pytest.raises(ValueError, match=r"\{context_str\} stands before \{query_str\}"):
@@ -289,8 +289,8 @@ def test_what_a_prompt_was_filled_with_belongs_to_its_head(llm):
         filled = template.partial_format(**values)
         llm.encode(CHUNKS, prompt=filled)
         llm.predict(filled, context_str=CHUNKS[1], query_str=QUESTION)
-    (behind,) = llm.loaded_engine().library.encoded_after()
-    assert "pirate" in llm.loaded_engine().model.tokenizer.decode(behind.prefix_ids)
+    (head,) = {one.prefix_ids for one in llm.loaded_engine().library.encoded_after()}
+    assert "pirate" in llm.loaded_engine().model.tokenizer.decode(head)
     with pytest.raises(ValueError, match=r"\{role\} stands before"):
         llm.encode(CHUNKS, prompt=template)
 
