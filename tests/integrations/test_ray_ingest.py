@@ -106,7 +106,7 @@ def alone(tmp_path, model_folder, docs):
 
 
 def wait_for(is_so):
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 900  # a cluster may be slow to begin
     while not is_so():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.05)
