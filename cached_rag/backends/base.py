@@ -185,10 +185,11 @@ class Backend(Protocol):
         """
 
     def unpacked(self, data: torch.Tensor, length: int) -> States:
-        """States as `States.packed` gave them, which have read `length` tokens.
+        """States as `States.packed` gave them; asked for only where `keeps_states` is true.
 
-        Raises:
-            ModelError: the model keeps none.
+        Args:
+            data: (num_bytes,) uint8, on the CPU.
+            length: how many tokens they have read.
         """
 
     @property

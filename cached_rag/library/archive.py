@@ -109,9 +109,12 @@ class PromptArchive:
         if found is None or len(found.ids) < length:  # a piece is missing
             self._drop(best)
             return found
-        with suppress(StoreError):  # the folder may be read-only
-            self._kept.touch(best)
+        self._writing.offer(("used", best.name), partial(self._touch, best))
         return found
+
+    def _touch(self, prompt: KeptPrompt) -> None:
+        with suppress(StoreError):  # the folder may be read-only
+            self._kept.touch(prompt)
 
     def _drop(self, prompt: KeptPrompt) -> None:
         try:

@@ -365,7 +365,7 @@ class LlamaCppModel:
         states = buffer.states
         if not isinstance(states, SequenceState) or states.length != length:
             raise ModelError(f"the state before token {length} is not there")
-        self.context.restore(sequence, states.taken(), length)
+        self.context.restore(sequence, states.packed(), length)
 
     # Room ------------------------------------------------------------------------------------
 

@@ -39,8 +39,8 @@ class SequenceState:
         self._context, self._sequence, self.length = context, sequence, length
         self.data = data
 
-    def taken(self) -> torch.Tensor:
-        """Its bytes, taken out of the context."""
+    def packed(self) -> torch.Tensor:
+        """See `States`: its bytes, taken out of the context. The caller holds the model's lock."""
         if self.data is None:
             self.data = self._context.state(self._sequence)
         return self.data
@@ -50,13 +50,9 @@ class SequenceState:
         """See `States`."""
         return 0 if self.data is None else self.data.nbytes
 
-    def packed(self) -> torch.Tensor:
-        """See `States`."""
-        return self.taken()
-
     def copy(self) -> SequenceState:
         """See `States`. The bytes are shared, as nobody changes them."""
-        return SequenceState(self._context, self._sequence, self.length, self.taken())
+        return SequenceState(self._context, self._sequence, self.length, self.packed())
 
 
 @dataclass
@@ -142,7 +138,7 @@ class Residents:
         held = self._states.pop(sequence, None)
         state = held() if held is not None else None
         if state is not None:
-            state.taken()
+            state.packed()
 
     def make_room(self) -> bool:
         """Drop what is over, or else the prompt that waits for longest; False if there is none."""
