@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         call_options,
         template_head,
     )
-    from cached_rag.grammar.tools import ToolCall
+    from cached_rag.grammar.call_form import ToolCall
     from cached_rag.kv.disk import Handoff
     from cached_rag.library.encode import EncodeSummary
     from cached_rag.library.ledger import Ledger

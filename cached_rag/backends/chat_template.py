@@ -18,8 +18,9 @@ from jinja2 import Environment, TemplateError
 from cached_rag.backends.prompt_text import Backends, Message, Rendered, Spans
 from cached_rag.backends.untrusted import bounded
 from cached_rag.errors import ConfigError
+from cached_rag.grammar.call_form import CallForm, Tool
 from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts
-from cached_rag.grammar.tools import CallForm, Tool, told
+from cached_rag.grammar.tools import told
 
 # Arguments of `apply_chat_template` that are not the user's to give.
 _OURS = {
@@ -57,7 +58,7 @@ class ChatTemplate:
     @cached_property
     def call_form(self) -> CallForm:
         """How the model writes calls of tools."""
-        return CallForm.of(self._templated)
+        return CallForm.of(self._templated, self._backends.controls)
 
     def render(
         self,
@@ -100,8 +101,8 @@ class ChatTemplate:
         marked = [mapped(message, change) for message in messages]
         listed = mapped_texts([dict(tool) for tool in tools], change)
         has_tools = bool(tools) or any(map(is_about_tools, messages))
-        if has_tools and not self.call_form.is_native:
-            marked, listed = told(marked, listed), []
+        if has_tools:
+            marked, listed = told(marked, listed, self.call_form)
         return self._unmarked(self._apply_template(marked, listed, open_answer), mark)
 
     def _marked(self, content: str, mark: str) -> str:

@@ -12,9 +12,10 @@ from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError
+from cached_rag.grammar.call_form import ToolCall
 from cached_rag.grammar.grammar import Grammar
 from cached_rag.grammar.messages import check_text
-from cached_rag.grammar.tools import ToolCall, ToolChoice, read_answer, tool_grammar
+from cached_rag.grammar.tools import ToolChoice, read_answer, tool_grammar
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,8 @@ class Tools:
         """
         if not self.is_offered:
             return text, []
-        names = {tool["function"]["name"] for tool in self.tools}
         form = self.tokenization.template.call_form
-        return read_answer(text, form, names, is_over=is_over, is_forced=self.is_forced)
+        return read_answer(text, form, self.tools, is_over=is_over, is_forced=self.is_forced)
 
     def growing(self) -> GrowingAnswer:
         """Reads an answer that comes in pieces."""

@@ -11,7 +11,7 @@ from conftest import NEW_PROMPTS, TEMPLATE, tiny_model, tiny_tokenizer
 
 from cached_rag import ConfigError, Engine, GenerationConfig, Grammar, Tools
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.grammar.tools import ToolCall
+from cached_rag.grammar.call_form import ToolCall
 
 HERMES = """{%- if tools %}<|im_start|>system
 Tools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
@@ -40,7 +40,7 @@ LLAMA = """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m 
 <|im_start|>assistant
 
 {% endif %}"""
-# Writes arguments otherwise than as JSON, as Qwen 3 Coder's does.
+# Writes each value between tags, as Qwen 3 Coder's does.
 XML = """{{ tools | tojson if tools }}{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for call in m.tool_calls or [] %}<function={{ call.function.name }}>\
 {% for k, v in call.function.arguments.items() %}<parameter={{ k }}>{{ v }}</parameter>{% endfor %}\
@@ -102,14 +102,14 @@ def engine():
             ("[TOOL_CALLS] [", '{"name": "', '", "arguments": ', ', "id": "qxcall000"}', ", ", "]"),
         ),
         ("llama", ("", '{"name": "', '", "parameters": ', "}", None, "")),
-        ("xml", ("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "")),
+        ("xml", ("", "<function=", ">", "</function>", "", "")),
     ],
 )
 def test_the_form_of_calls_is_the_templates(template, form):
     found = tokenization(template).template.call_form
     parts = found.opening, found.begin, found.middle, found.end, found.separator, found.close
     assert parts == form
-    assert found.is_native == (template not in ("none", "xml"))
+    assert found.lists == found.writes == (template != "none")
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -123,7 +123,8 @@ def test_tools_calls_and_results_are_shown_to_the_model(template):
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "It is mild."},
     ]
     shown = Tools(text, TOOLS).prompt(messages).text
-    for expected in ("Oslo", "now", "Is it warm?", '"city": "Rome"', "It is mild."):
+    call_said = "<parameter=city>Rome</parameter>" if template == "xml" else '"city": "Rome"'
+    for expected in ("Oslo", "now", "Is it warm?", call_said, "It is mild."):
         assert expected in shown
     as_text = [
         {
@@ -242,7 +243,7 @@ def test_calls_behind_text_cut_off_and_without_their_mark_are_read():
 def test_a_forced_call_shows_no_markup_wherever_it_ends(template, choice):
     tools = Tools(tokenization(template), TOOLS, choice)
     form = tools.tokenization.template.call_form
-    whole = form.opening + form.begin + "now" + form.middle + "{}" + form.end + form.close
+    whole = form.written([("now", {})])
     for end in range(len(whole) + 1):
         said, calls = tools.read(whole[:end])
         assert said == ""

@@ -1,0 +1,341 @@
+"""The arguments of a tool call as models write them: one JSON object, or each value by its name.
+
+Qwen 3.5 writes each value between tags; Gemma 4 and LFM2 write them as a programming language does.
+To users all of them are JSON. Knows schemas; knows no template.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cached_rag.grammar.grammar import Json, json_rule, quoted
+
+# The grammar's notation for a text, in which control tokens are meant as such.
+Mark = Callable[[str], str]
+_DECODER = json.JSONDecoder()
+_WORD = re.compile(r"[^\s,:=(){}\[\]<>\"']+")
+_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+_ALL_KINDS = frozenset({*_KINDS.values(), "object", "null"})
+_DEEPEST = 64  # references that lead round in a circle
+_PYTHON_STRING = re.compile(r"(['\"])(?:\\.|(?!\1)[^\\])*\1", re.DOTALL)
+_PYTHON_TEXT = r"'([^'\\\n]|\\.)*'"
+_NAME_RULE = r"NAME: /[^\W\d][\w.-]*/"
+TEXT_RULE = r"SAID: /(.|\n)*/"
+
+
+def until(name: str, notation: str) -> tuple[str, list[str]]:
+    """Any text and what ends it: the place for it in a rule, and the rules that it needs."""
+    if "<[" in notation:  # a control token: no text can be mistaken for it
+        return f"SAID {notation}", []
+    return name, [f"{name}[lazy]: SAID {notation}"]  # the first place that reads so
+
+
+@dataclass(frozen=True)
+class JsonArguments:
+    """Arguments as a JSON object."""
+
+    def leads(self, end: str) -> tuple[str, ...]:
+        """What may come first of the arguments, or, if there are none, of what ends them."""
+        return ("",)
+
+    def rules(self, name: str, schema: Json, end: str, mark: Mark) -> list[str]:
+        """Rules of a grammar; the first, of this name, is the arguments and what ends them."""
+        return [f"{name}: {json_rule(schema)} {mark(end)}"]
+
+    def read(self, text: str, schema: Json, end: str) -> tuple[str, int | None]:
+        """The arguments that a text begins with, as JSON, and where they end.
+
+        If they may go on, there is no end, and only as much JSON as is certain.
+        """
+        try:
+            stop = _DECODER.raw_decode(text)[1]
+        except ValueError:
+            return text, None
+        return text[:stop], stop
+
+    def written(self, arguments: Mapping[str, Any]) -> str:
+        """The arguments in this notation."""
+        return _json(arguments)
+
+
+@dataclass(frozen=True)
+class NamedArguments:
+    """Arguments one after another, each with its name.
+
+    Attributes:
+        before: what stands before a name.
+        middle: between a name and a text, and between a name and another value.
+        after: behind a text, and behind another value; the latter is empty where texts are quoted,
+            so that each value tells where it ends.
+        separator: between two arguments.
+    """
+
+    before: str
+    middle: tuple[str, str]
+    after: tuple[str, str]
+    separator: str
+
+    @property
+    def _is_quoted(self) -> bool:
+        return not self.after[1]
+
+    @property
+    def _is_python(self) -> bool:
+        return self._is_quoted and self.after[0] in ("'", '"')
+
+    def leads(self, end: str) -> tuple[str, ...]:
+        """As `JsonArguments.leads`."""
+        return (self.before, end)
+
+    def rules(self, name: str, schema: Json, end: str, mark: Mark) -> list[str]:
+        """As `JsonArguments.rules`."""
+        listed = schema.get("properties")
+        notation = self._literals(mark) if self._is_quoted else []
+        if not isinstance(listed, Mapping):
+            one = self._argument(f"{name}_0", "NAME", {}, mark)
+            body = f"({name}_0 ({mark(self.separator)} {name}_0)*)?"
+            return [f"{name}: {body} {mark(end)}", *one, _NAME_RULE, *notation]
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        rules = [f"{name}: {name}_first0 {mark(end)}"]
+        for at, (key, part) in enumerate(listed.items()):
+            own = {**shared, **part} if isinstance(part, Mapping) else shared
+            optional = "" if key in schema.get("required", ()) else "?"
+            rest, skipped = f"{name}_more{at + 1}", f" | {name}_first{at + 1}" if optional else ""
+            rules += [
+                f"{name}_first{at}: {name}_{at} {rest}{skipped}",
+                f"{name}_more{at}: ({mark(self.separator)} {name}_{at}){optional} {rest}",
+                *self._argument(f"{name}_{at}", quoted(str(key)), own, mark),
+            ]
+        ends = [f'{name}_{kind}{len(listed)}: ""' for kind in ("first", "more")]
+        return [*rules, *ends, *notation]
+
+    def _argument(self, name: str, key: str, schema: Json, mark: Mark) -> list[str]:
+        """The rule of an argument, and those that it needs."""
+        kinds, values = _kinds(schema, schema), _values(schema)
+        lead = f"{mark(self.before)} {key}"
+        if self._is_quoted:
+            places = sorted(f"v_{kind}" for kind in kinds)
+            if values is not None:
+                places = [mark(self._literal(value)) for value in values]
+            return [f"{name}: {lead} {mark(self.middle[1])} ({' | '.join(places)})"]
+        text, other = map(mark, self.middle)
+        behind, behind_other = map(mark, self.after)
+        if values is not None and all(isinstance(value, str) for value in values):
+            said = " | ".join(quoted(value) for value in values)
+            return [f"{name}: {lead} {text} ({said}) {behind}"]
+        branches: list[str] = []
+        more: list[str] = []
+        if "string" in kinds:
+            place, more = until(f"{name}_text", behind)
+            branches.append(f"{text} {place}")
+        if kinds != {"string"} and (text != other or not branches):
+            branches.append(f"{other} {json_rule(schema)} {behind_other}")
+        return [f"{name}: {lead} ({' | '.join(branches)})", *more]
+
+    def _literals(self, mark: Mark) -> list[str]:
+        """Rules of values that are written as in a programming language."""
+        quote, comma = mark(self.after[0]), mark(self.separator)
+        more: list[str] = []
+        if self._is_python:
+            string, key, words = f"/{_PYTHON_TEXT}/", 'v_string ": "', ("True", "False", "None")
+        else:
+            place, more = until("v_text", quote)
+            string, key, words = f"{quote} {place}", 'NAME ":"', ("true", "false", "null")
+        yes, no, null = map(quoted, words)
+        return [
+            f"v_any: {' | '.join(sorted(f'v_{kind}' for kind in _ALL_KINDS))}",
+            f"v_string: {string}",
+            r"v_integer: /-?(0|[1-9]\d*)/",
+            r"v_number: /-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?/",
+            f"v_boolean: {yes} | {no}",
+            f"v_null: {null}",
+            f'v_array: "[" (v_any ({comma} v_any)*)? "]"',
+            f'v_object: "{{" (v_member ({comma} v_member)*)? "}}"',
+            f"v_member: {key} v_any",
+            *([] if self._is_python else [_NAME_RULE]),
+            *more,
+        ]
+
+    def read(self, text: str, schema: Json, end: str) -> tuple[str, int | None]:
+        """As `JsonArguments.read`."""
+        parts: list[str] = []
+        at = 0
+        while not text.startswith(end, at):
+            lead = self.separator + self.before if parts else self.before
+            found = self._value(text, at + len(lead), schema) if text.startswith(lead, at) else None
+            if found is None:
+                return "{" + ", ".join(parts), None
+            name, value, at = found
+            parts.append(f"{_json(name)}: {_json(value)}")
+        return "{" + ", ".join(parts) + "}", at
+
+    def _value(self, text: str, at: int, schema: Json) -> tuple[str, Any, int] | None:
+        """A name and its value, and where they end; None if they are not whole."""
+        places = [
+            (found, -len(middle), kind)
+            for kind, middle in enumerate(self.middle)
+            if (found := text.find(middle, at)) >= 0
+        ]
+        if not places:
+            return None
+        begin, _, kind = min(places)
+        name = text[at:begin]
+        if self._is_quoted:
+            try:
+                read = _literal(text, begin + len(self.middle[1]), self.after[0])
+            except RecursionError:
+                return None
+            return None if read is None else (name, *read)
+        begin += len(self.middle[kind])
+        end = text.find(self.after[kind], begin)
+        if end < 0:
+            return None
+        said, stop = text[begin:end], end + len(self.after[kind])
+        if self.middle[0] != self.middle[1]:
+            return name, said if kind == 0 else _parsed(said), stop
+        listed = schema.get("properties")
+        of_name = listed.get(name, {}) if isinstance(listed, Mapping) else {}
+        return name, _typed(said, _kinds(of_name, schema)), stop
+
+    def written(self, arguments: Mapping[str, Any]) -> str:
+        """The arguments in this notation."""
+        return self.separator.join(
+            f"{self.before}{name}{self.middle[1]}{self._literal(value)}"
+            if self._is_quoted or not isinstance(value, str)
+            else f"{self.before}{name}{self.middle[0]}{value}{self.after[0]}"
+            for name, value in arguments.items()
+        )
+
+    def _literal(self, value: Any) -> str:
+        """A value other than a text between tags."""
+        if self._is_python:
+            return repr(value)
+        if self._is_quoted and isinstance(value, str):
+            return f"{self.after[0]}{value}{self.after[0]}"
+        if self._is_quoted and isinstance(value, list):
+            return f"[{self.separator.join(map(self._literal, value))}]"
+        if self._is_quoted and isinstance(value, Mapping):
+            members = (f"{key}:{self._literal(part)}" for key, part in value.items())
+            return "{" + self.separator.join(members) + "}"
+        return _json(value) + self.after[1]
+
+
+def _literal(text: str, at: int, quote: str) -> tuple[Any, int] | None:
+    """A value as programming languages write it, and where it ends; None if it is not whole."""
+    if text.startswith(quote, at) or text.startswith(('"', "'"), at):
+        return _string(text, at, quote)
+    if text.startswith("[", at):
+        items: list[Any] = []
+        at += 1
+        while not text.startswith("]", at):
+            found = _literal(text, at, quote)
+            if found is None:
+                return None
+            items.append(found[0])
+            at = _behind_comma(text, found[1])
+        return items, at + 1
+    if text.startswith("{", at):
+        members: dict[str, Any] = {}
+        at += 1
+        while not text.startswith("}", at):
+            key = _literal(text, at, quote)
+            if key is None or not text.startswith(":", key[1]):
+                return None
+            found = _literal(text, _behind(" ", text, key[1] + 1), quote)
+            if found is None:
+                return None
+            members[str(key[0])] = found[0]
+            at = _behind_comma(text, found[1])
+        return members, at + 1
+    word = _WORD.match(text, at)
+    if word is None or word.end() == len(text):  # more of it may come
+        return None
+    return _parsed(word[0]), word.end()
+
+
+def _string(text: str, at: int, quote: str) -> tuple[str, int] | None:
+    """A text in quotes, and where it ends."""
+    if len(quote) > 1:
+        begin = at + len(quote)
+        end = text.find(quote, begin)
+        return None if end < 0 else (text[begin:end], end + len(quote))
+    whole = _PYTHON_STRING.match(text, at)
+    if whole is None:
+        return None
+    try:
+        return str(ast.literal_eval(whole[0].replace("\n", "\\n"))), whole.end()
+    except (ValueError, SyntaxError):  # such as an escape that Python does not know
+        return whole[0][1:-1], whole.end()
+
+
+def _behind(what: str, text: str, at: int) -> int:
+    return at + len(what) if text.startswith(what, at) else at
+
+
+def _behind_comma(text: str, at: int) -> int:
+    return _behind(" ", text, _behind(",", text, at))
+
+
+def _parsed(said: str) -> Any:
+    """What a word, number or object says, in JSON or in Python; the text if it is neither."""
+    try:
+        return json.loads(said)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        value = ast.literal_eval(said.strip())
+        json.dumps(value, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return said
+    return value
+
+
+def _typed(said: str, kinds: frozenset[str]) -> Any:
+    """A value of the given kinds, written between tags without quotes."""
+    if kinds == {"string"}:
+        return said
+    value = _parsed(said)
+    kind = _kind(value)
+    fits = kind in kinds or (kind == "integer" and "number" in kinds)
+    return said if "string" in kinds and not fits else value
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else _KINDS.get(type(value), "object")
+
+
+def _kinds(schema: Any, root: Json, depth: int = 0) -> frozenset[str]:
+    """The types of values that a schema allows."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return _ALL_KINDS
+    if (values := _values(schema)) is not None:
+        return frozenset(map(_kind, values))
+    if isinstance(named := schema.get("type"), str | list):
+        kinds = frozenset([named] if isinstance(named, str) else named) & _ALL_KINDS
+        return kinds or _ALL_KINDS
+    if isinstance(reference := schema.get("$ref"), str):
+        place: Any = root
+        for part in reference.removeprefix("#/").split("/"):
+            place = place.get(part) if isinstance(place, Mapping) else None
+        return _kinds(place, root, depth + 1)
+    for name in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(name), list) and branches:
+            return frozenset().union(*(_kinds(one, root, depth + 1) for one in branches))
+    return _ALL_KINDS
+
+
+def _values(schema: Json) -> list[Any] | None:
+    """The only values that a schema allows, if it lists them."""
+    if "const" in schema:
+        return [schema["const"]]
+    values = schema.get("enum")
+    return values if isinstance(values, list) and values else None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
