@@ -19,8 +19,7 @@ from cached_rag.backends.prompt_text import Backends, Message, Rendered, Spans
 from cached_rag.backends.untrusted import bounded
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.call_form import CallForm, Tool
-from cached_rag.grammar.messages import check_text, checked, is_about_tools, mapped, mapped_texts
-from cached_rag.grammar.tools import told
+from cached_rag.grammar.tools import check_text, checked, is_about_tools, mapped, mapped_texts, told
 
 # Arguments of `apply_chat_template` that are not the user's to give.
 _OURS = {
@@ -66,6 +65,7 @@ class ChatTemplate:
         *,
         open_answer: bool = True,
         tools: Sequence[Tool] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
         """A prompt string as it is, or chat messages through the model's template.
 
@@ -77,6 +77,8 @@ class ChatTemplate:
         Args:
             open_answer: end with the template's header of the assistant's answer.
             tools: that the model may call, in OpenAI's form; only with messages.
+            kwargs: what the template is given for this prompt, instead of or besides what it is
+                given for all.
 
         Raises:
             ConfigError: malformed messages; or the model has no chat template, or its template
@@ -86,6 +88,10 @@ class ChatTemplate:
             if tools:
                 raise ConfigError("tools are listed by the chat template: give messages, no string")
             return Rendered(prompt)
+        if kwargs:
+            more = {**self.kwargs, **kwargs}
+            own = ChatTemplate(self._tokenizer, self._backends, more)
+            return own.render(prompt, open_answer=open_answer, tools=tools)
         if not hasattr(prompt, "__iter__"):
             raise ConfigError(f"a prompt is a string, or a list of messages, not {prompt!r}")
         messages = [checked(message) for message in prompt]

@@ -14,8 +14,7 @@ from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.call_form import ToolCall
 from cached_rag.grammar.grammar import Grammar
-from cached_rag.grammar.messages import check_text
-from cached_rag.grammar.tools import ToolChoice, read_answer, tool_grammar
+from cached_rag.grammar.tools import ToolChoice, check_text, read_answer, tool_grammar
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ class Tools:
         parallel: whether there may be several calls in one answer; None if only where the model
             is free to call none. One that must call repeats itself, if it is small.
         schema: JSON schema of answers that call no tool; True for any object, None for any text.
+        template_kwargs: what the chat template is given for this prompt, such as
+            {"enable_thinking": False}.
 
     Raises:
         ConfigError: no such tool, or one that is malformed.
@@ -58,6 +59,7 @@ class Tools:
     choice: ToolChoice = "auto"
     parallel: bool | None = None
     schema: Mapping[str, Any] | Literal[True] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not self.tools and self.choice not in ("auto", "none"):
@@ -87,7 +89,7 @@ class Tools:
     def prompt(self, messages: str | Sequence[Message]) -> Rendered:
         """The prompt, in which the tools are listed as the model's template does it."""
         return self.tokenization.template.render(
-            messages, tools=self.tools if self.is_offered else ()
+            messages, tools=self.tools if self.is_offered else (), kwargs=self.template_kwargs
         )
 
     @cached_property

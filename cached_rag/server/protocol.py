@@ -27,16 +27,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "min_p": (None, 0),
     "typical_p": (None, 1),
-    "chat_template_kwargs": (None, {}),
     "options": (None, {}),
-    "think": (None, False),
     "web_search_options": (None,),
 }
 # Settings that never change an answer: who asks, how it is billed, how long a model stays loaded;
-# how hard a model thinks that does not think; a guess at the answer, to make it sooner.
+# a guess at the answer, to make it sooner.
 _WITHOUT_EFFECT = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention", "keep_alive", "reasoning_effort", "verbosity"),
+    *("prompt_cache_key", "prompt_cache_retention", "keep_alive", "verbosity"),
     "prediction",
 )
 
@@ -51,9 +49,11 @@ _PENALTY = AliasChoices("repetition_penalty", "repeat_penalty")
 _ROLES = {"developer": "system", "function": "tool"}
 # Fields that our answers, sent back as messages of a conversation, may have empty.
 _ANSWERED = ("refusal", "tool_calls", "function_call", "audio", "annotations")
-# Fields of an assistant's messages that no prompt has: its content once more, which OpenAI's
-# `parse()` adds, and what a model thought before it answered.
-_LEFT_OUT = ("parsed", "reasoning_content", "reasoning")
+# A field of an assistant's messages that no prompt has: its content once more, which OpenAI's
+# `parse()` adds.
+_LEFT_OUT = ("parsed",)
+# What it thought before it answered.
+_THOUGHT = AliasChoices("reasoning_content", "reasoning")
 
 
 def _whole(text: str) -> str:
@@ -88,6 +88,7 @@ class ChatMessage(Strict):
     name: Name | None = None
     tool_calls: Annotated[list[CalledTool], Field(max_length=_MOST)] | None = None
     tool_call_id: Name | None = None
+    thought: Text | None = Field(None, validation_alias=_THOUGHT)
 
     @model_validator(mode="before")
     @classmethod
@@ -122,6 +123,8 @@ class ChatMessage(Strict):
             raise ValueError(f"a message of role {self.role} cannot have tool_calls")
         if "content" not in self.model_fields_set:
             raise ValueError(f"a message of role {self.role} needs a content")
+        if self.thought and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} cannot have a reasoning")
         if self.role == "function" and self.name is None:
             raise ValueError("a message of role function needs a name")
         return self
@@ -135,6 +138,8 @@ class ChatMessage(Strict):
         if self.tool_calls:
             calls = [call.model_dump() for call in self.tool_calls]
             found["tool_calls"] = calls
+        if self.thought:
+            found["reasoning_content"] = self.thought
         if role == "tool":
             found |= {"tool_call_id": self.tool_call_id or "", "name": self.name or ""}
         elif self.name is not None:
@@ -212,7 +217,8 @@ class _Settings(Basics):
 class ChatRequest(_Settings):
     """POST /v1/chat/completions.
 
-    Ours is `where`: which chunks an index may answer from, see `CachedRAG.ask`.
+    Ours is `where`: which chunks an index may answer from, see `CachedRAG.ask`. What the model's
+    chat template is given (`chat_template_kwargs`) is vLLM's and llama.cpp's, `think` is Ollama's.
     """
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST)
@@ -223,6 +229,9 @@ class ChatRequest(_Settings):
     response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=16)] | None = None
+    think: bool | None = None
+    reasoning_effort: Name | None = None
     where: Annotated[dict[Name, Value | list[Value]], Field(max_length=16)] | None = None
 
     @model_validator(mode="after")
@@ -258,7 +267,14 @@ class ChatRequest(_Settings):
             "choice": choice,
             "parallel": self.parallel_tool_calls,
             "schema": self.response_format.schema_wanted() if self.response_format else None,
+            "template_kwargs": self._for_template(),
         }
+
+    def _for_template(self) -> dict[str, Any]:
+        """What the chat template is given; templates pass over what they do not know."""
+        found = {"enable_thinking": self.think, "reasoning_effort": self.reasoning_effort}
+        given = {name: value for name, value in found.items() if value is not None}
+        return {**given, **(self.chat_template_kwargs or {})}
 
 
 class CompletionRequest(_Settings):

@@ -158,8 +158,10 @@ class Service:
         """
         index = self.index
         assert index is not None
-        if tools.is_offered or request.cache_salt:
-            raise ConfigError(f"{index.name} takes neither tools nor a cache_salt")
+        if tools.is_offered or request.cache_salt or request.chat_template_kwargs:
+            raise ConfigError(
+                f"{index.name} takes neither tools nor a cache_salt nor chat_template_kwargs"
+            )
         [messages] = request.prompts()
         if request.temperature is None and (request.n or 1) == 1:
             config = config.replace(temperature=0.0)  # as `CachedRAG.ask`

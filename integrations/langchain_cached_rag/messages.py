@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler
-from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, ToolCall, ToolMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.base import BaseMessage, BaseMessageChunk
 from langchain_core.messages.utils import convert_to_messages, message_chunk_to_message
@@ -45,16 +45,16 @@ def plain(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 def _plain(message: BaseMessage) -> dict[str, Any]:
     found: dict[str, Any] = {"role": _role(message), "content": _content(message)}
-    if isinstance(message, AIMessage) and message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call["id"] or "",
-                "function": {"name": call["name"], "arguments": call["args"]},
-            }
-            for call in message.tool_calls
-        ]
-    if isinstance(message, AIMessage):  # a template wants arguments that are whole
+    if isinstance(message, AIMessage):
+        if message.tool_calls:
+            found["tool_calls"] = [
+                {"type": "function", "id": call["id"] or "", "function": _function(call)}
+                for call in message.tool_calls
+            ]
+        thoughts = [b["reasoning"] for b in message.content_blocks if b["type"] == "reasoning"]
+        if thought := "".join(thoughts):
+            found["reasoning_content"] = thought
+        # A template wants arguments that are whole.
         cut = [f"{c['name']}({c['args'] or ''}" for c in message.invalid_tool_calls if c["name"]]
         found["content"] = "\n".join(filter(None, [found["content"], *cut]))
     if isinstance(message, ToolMessage):
@@ -98,6 +98,10 @@ def usage(report: Report) -> UsageMetadata:
     )
 
 
+def _function(call: ToolCall) -> dict[str, Any]:
+    return {"name": call["name"], "arguments": call["args"]}
+
+
 def _role(message: BaseMessage) -> str:
     if isinstance(message, ChatMessage):
         return _ROLES.get(message.role, message.role)
@@ -116,7 +120,7 @@ def _content(message: BaseMessage) -> str:
 def _texts(message: BaseMessage) -> Iterator[str]:
     """The text blocks, but for those without a text, which LangChain's own `text` leaves out, too.
 
-    A model's own message may hold more, such as reasoning: not shown again.
+    A model's own message may hold more: what it thought has a place of its own.
     """
     for block in message.content:
         kind, text = ("text", block) if isinstance(block, str) else map(block.get, ("type", "text"))

@@ -250,14 +250,14 @@ def test_what_no_prompt_has_is_left_out_of_messages(client):
     part = {"type": "text", "text": "Is it warm?"}
     marked = part | {"cache_control": {"type": "ephemeral"}}
     answer = {"role": "assistant", "content": "No."}
-    thought = answer | {"reasoning_content": "Hm.", "reasoning": "Hm."}
+    again = answer | {"parsed": {"warm": False}}
     done = []
-    for one, said in ((part, answer), (marked, thought)):
+    for one, said in ((part, answer), (marked, again)):
         messages = [{"role": "user", "content": [one]}, said, *QUESTION]
         done.append(client.chat.completions.create(**ASK | {"messages": messages}))
     assert done[0].choices[0].message == done[1].choices[0].message
     assert done[0].usage.prompt_tokens == done[1].usage.prompt_tokens
-    messages = [QUESTION[0] | {"reasoning": "Hm."}]
+    messages = [QUESTION[0] | {"reasoning": "Hm."}]  # a user's
     with pytest.raises(openai.BadRequestError, match="reasoning"):
         client.chat.completions.create(**ASK | {"messages": messages})
 

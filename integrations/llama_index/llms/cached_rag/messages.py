@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.generic_utils import messages_to_prompt
-from llama_index.core.base.llms.types import LogProb, TextBlock
+from llama_index.core.base.llms.types import LogProb, TextBlock, ThinkingBlock
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
@@ -49,6 +49,9 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     found: dict[str, Any] = {"role": role, "content": message.content or ""}
     if role == "assistant" and (calls := called(message)):
         found["tool_calls"] = calls
+    thoughts = [block.content or "" for block in message.blocks if isinstance(block, ThinkingBlock)]
+    if thought := "".join(thoughts):
+        found["reasoning_content"] = thought
     if role == "tool":
         found["tool_call_id"] = str(message.additional_kwargs.get("tool_call_id", ""))
         found["name"] = str(message.additional_kwargs.get("name", ""))
