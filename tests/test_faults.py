@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from faults import flips, forged, kills, mounts, pressure, replaced, untrusted, world
+from faults import conversations, flips, forged, kills, mounts, pressure, replaced, untrusted, world
 from faults.campaigns import CAMPAIGNS
 from faults.far import DAMAGES
 
@@ -18,6 +18,7 @@ from cached_rag.backends.transformers.complete import copied
 from cached_rag.errors import DocumentError
 from cached_rag.kv import blob
 from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.kept import KeptPrompts
 from cached_rag.rag import reading_process
 from cached_rag.rag.readers import load_document
 
@@ -133,3 +134,32 @@ def test_a_module_that_is_imported_from_among_documents_is_seen(tmp_path, monkey
 def test_a_child_that_ends_by_itself_is_no_trial(tmp_path, seconds):
     with pytest.raises(AssertionError, match="ended by itself"):
         kills.killed(lambda *_: None, tmp_path, random.Random(0), seconds + 1)
+
+
+def kept_conversations(folder):
+    conversations.campaign(0, folder, random.Random(0))
+    return folder / "sound"
+
+
+def test_conversations_go_on_from_what_was_kept(tmp_path):
+    assert conversations.wrong_answers(kept_conversations(tmp_path)) == (0, 6)
+
+
+def test_without_checksums_damaged_conversations_are_seen_as_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(blob, "layer_sums", lambda tensors, *_: ["0"] * len(tensors["keys"]))
+    folder = kept_conversations(tmp_path)
+    for file in folder.rglob("*.safetensors"):
+        data = file.read_bytes()
+        part = slice(len(data) // 4, len(data) // 2)
+        file.write_bytes(data[: part.start] + bytes(len(data[part])) + data[part.stop :])
+    wrong, went_on = conversations.wrong_answers(folder)
+    assert wrong > 0
+    assert went_on > 0
+
+
+def test_a_forgotten_text_that_is_still_kept_is_seen(tmp_path, monkeypatch):
+    folder = kept_conversations(tmp_path)
+    monkeypatch.setattr(KeptPrompts, "forget", lambda *_: 0)
+    assert conversations.left_behind(folder) == ["a forgotten text is still kept"] * 6
+    monkeypatch.undo()
+    assert conversations.left_behind(kept_conversations(tmp_path)) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from faults import (
     clocks,
+    conversations,
     far,
     flips,
     forged,
@@ -24,6 +25,7 @@ CAMPAIGNS: dict[str, Callable[[int, Path, random.Random], list[Outcome]]] = {
     "flips": flips.campaign,
     "forged": forged.campaign,
     "kills": kills.campaign,
+    "conversations": conversations.campaign,
     "server": killed_server.campaign,
     "pressure": pressure.campaign,
     "far": far.campaign,
