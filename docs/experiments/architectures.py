@@ -57,6 +57,7 @@ _DIFFERS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "bamba": {"attn_layer_indices": [1, 3]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
         "num_key_value_heads": 4,
@@ -79,7 +80,10 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"intermediate_size": [96] * 35},
     "lfm2": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     "kimi_linear": {},
-    "granitemoehybrid": {"layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4},
+    "granitemoehybrid": {
+        "num_hidden_layers": 40,
+        "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
+    },
     "nemotron_h": {},
 }
 
