@@ -44,7 +44,7 @@ SCALE_TESTS := tests/kv/test_remote.py tests/kv/test_shared_store.py tests/rag/t
 test-scale: $(VENV)/.dev
 	$(BIN)/python -m pytest $(SCALE_TESTS)
 
-# Some 9000 trials, 50 minutes; ONLY="replaced untrusted" for some of its campaigns.
+# Some 10,000 trials, an hour; ONLY="replaced untrusted" for some of its campaigns.
 test-faults: $(VENV)/.dev
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m faults $(if $(ONLY),--only $(ONLY)) \
 		--write docs/reliability.md

@@ -10,6 +10,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,16 +284,12 @@ def _behind_comma(text: str, at: int) -> int:
 
 def _parsed(said: str) -> Any:
     """What a word, number or object says, in JSON or in Python; the text if it is neither."""
-    try:
-        return json.loads(said)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        value = ast.literal_eval(said.strip())
-        json.dumps(value, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return said
-    return value
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            value = read(said.strip())
+            json.dumps(value, allow_nan=False)
+            return value
+    return said
 
 
 def _typed(said: str, kinds: frozenset[str]) -> Any:

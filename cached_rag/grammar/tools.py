@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from cached_rag.errors import ConfigError
@@ -205,12 +206,19 @@ def tool_grammar(
 
 def _free(start: str, rest: str, controls: Sequence[int]) -> list[str]:
     """Rules of an answer that may say anything, such as a thought between marks, and then call."""
-    others = ",".join(str(token) for token in controls if not start.startswith(f"<[{token}]>"))
+    others = _ranges(token for token in controls if not start.startswith(f"<[{token}]>"))
     before = f"(SAID? <[{others}]>)*" if others else ""
     if start.startswith("<["):
         return [f"start: {before} SAID ({start} {rest})?"]
     head, rules = until("head", start)
     return [*rules, f"start: {before} ({head} {rest} | SAID)"]
+
+
+def _ranges(tokens: Iterable[int]) -> str:
+    """The grammar's notation for one of these tokens, of which there may be thousands."""
+    runs = groupby(enumerate(sorted(tokens)), lambda pair: pair[1] - pair[0])
+    ends = [(members[0][1], members[-1][1]) for members in (list(run) for _, run in runs)]
+    return ",".join(f"{first}-{last}" for first, last in ends)
 
 
 def _name(tool: Tool) -> str:
