@@ -180,7 +180,9 @@ def test_whoever_is_not_stopped_hears_nothing_of_the_watch(monkeypatch):
     monkeypatch.setattr(untrusted, "SECONDS", 0)
     monkeypatch.setattr(untrusted, "_LOOK_SECONDS", 0.001)
     ends = set()
-    for count in range(200):  # some end as they are stopped
+    for count in range(2000):  # some end as they are stopped
+        if count >= 200 and len(ends) == 2:
+            break
         try:
             ends.add(untrusted.bounded("it", lambda n=count: str(sum(range(n * 2000)))).isdigit())
         except ConfigError:
