@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from conftest import RELOCATABLE, random_ids, tiny_model
 
@@ -55,7 +57,7 @@ def assembled(family):
     for i, module in enumerate(modules):
         buffer.place(module, PREFIX + i * MODULE, model.rule)
     layout = layout_of(model, len(ids), exact=[(0, PREFIX)], reused=_spans())
-    return model, buffer, torch.tensor([ids]), layout
+    return model, buffer, torch.tensor([ids]), replace(layout, ids=torch.tensor(ids))
 
 
 def _spans():

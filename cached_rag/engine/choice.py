@@ -15,11 +15,21 @@ from cached_rag.engine.profile import Controller, profile_of
 from cached_rag.errors import ConfigError, ContextOverflowError, ModelError, RelocationError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.library.plan import Plan
-from cached_rag.methods import CacheBlend, Epic, Full, Prefix, Selector, Takes, spelled
+from cached_rag.methods import (
+    CacheBlend,
+    Epic,
+    Full,
+    Lexical,
+    Prefix,
+    Selector,
+    Takes,
+    UnionSelector,
+    spelled,
+)
 
-# First tokens of each chunk that `auto` repairs where nothing can be watched: as many as it repairs
-# elsewhere besides what the question chooses (docs/llama_cpp.md has the figures).
-_ANCHORS = 8
+# First tokens of each chunk that `auto` and `fast` repair where nothing can be watched: as many as
+# elsewhere. What the question's attention chooses there, its words do here (docs/llama_cpp.md).
+_ANCHORS = Epic(8)
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
         method = Full() if switched else Prefix()
         plan = plan.taking(method.takes)
     if method.gives_way and not model.can_watch:
-        method = _unwatched(model, config.recompute_ratio)
+        method = _unwatched(model, method, config.recompute_ratio)
         notes.append(
             f"this model's attention cannot be watched, so {spelled(method)} is used instead, "
             'which keeps fewer of full prefill\'s answers; quality="exact" keeps them all'
@@ -84,18 +94,19 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
     return Choice(plan, method, tuple(notes))
 
 
-def _unwatched(model: Backend, ratio: float | None) -> Selector:
-    """What replaces methods that give way, on models whose attention cannot be watched."""
+def _unwatched(model: Backend, method: Selector, ratio: float | None) -> Selector:
+    """What replaces a method that gives way, on models whose attention cannot be watched."""
     if model.can_narrow:
         return CacheBlend() if ratio is None else CacheBlend(ratio)
-    return Epic(_ANCHORS) if ratio is None else Epic(recompute_ratio=ratio)
+    share = getattr(method, "recompute_ratio", 0.0) if ratio is None else ratio
+    return UnionSelector(members=(_ANCHORS, Lexical(share)))
 
 
 def _adapted(model: Backend, choice: Choice) -> Choice:
     """The choice as the loading controller changes it."""
     plan, method = choice.plan, choice.method
     floor = getattr(method, "recompute_ratio", None)
-    if floor is None:  # `auto` was asked for and gave way to a method without a ratio
+    if floor is None or isinstance(method, UnionSelector):  # `auto` gave way to one without a ratio
         return choice
     found = plan.placements
     decision = Controller(profile_of(model), floor).decide(

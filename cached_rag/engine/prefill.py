@@ -208,7 +208,7 @@ def _run(
 ) -> int:
     """Compute a prompt's rows, or choose them only; returns the (token, layer) pairs computed."""
     model, ids = prompt.resources.model, torch.tensor([prompt.tokens.ids])
-    layout, layers = plan.layout(model.shapes.num_layers), model.shapes.num_layers
+    layout, layers = plan.layout(model.shapes.num_layers, ids[0]), model.shapes.num_layers
     if model.keeps_states:
         return _run_on(prompt, plan, buffer, ids)
     ready = loader.wait if loader else None

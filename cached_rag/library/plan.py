@@ -149,7 +149,7 @@ class Plan:
         later = (place.after(end) for place in self.placements if place.end > end)
         return replace(self, placements=(*ahead, *later))
 
-    def layout(self, num_layers: int) -> Layout:
+    def layout(self, num_layers: int, ids: torch.Tensor | None = None) -> Layout:
         """The plan as masks over the prompt's tokens, for the methods."""
         fresh = torch.ones(self.num_tokens, dtype=torch.bool)
         exact = torch.zeros(self.num_tokens, dtype=torch.bool)
@@ -160,7 +160,8 @@ class Plan:
         approximate = [place for place in self.placements if not place.is_exact]
         spans = tuple((place.begin, place.end) for place in approximate)
         settled = tuple((place.begin, place.end) for place in approximate if place.is_settled)
-        return Layout(fresh, exact, spans, num_layers, settled)
+        found = Layout(fresh, exact, spans, num_layers, settled)
+        return found if ids is None else replace(found, ids=ids)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from cached_rag.methods.anchorflow import AnchorFlow, Auto, Fast
 from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Selector, Takes
 from cached_rag.methods.cacheblend import CacheBlend
 from cached_rag.methods.epic import Epic
+from cached_rag.methods.lexical import Lexical
 from cached_rag.methods.parse import UnionSelector, has_own_ratio, parse_method, spelled
 from cached_rag.methods.question import A3, InfoFlow, ProphetKV
 from cached_rag.methods.reuse import Full, Prefix, Random, Reuse
@@ -21,6 +22,7 @@ __all__ = [
     "InfoFlow",
     "LayerCheck",
     "Layout",
+    "Lexical",
     "METHODS",
     "Prefix",
     "ProphetKV",
@@ -46,6 +48,7 @@ _ALL: tuple[type[Selector], ...] = (  # a new method is one line here
     CacheBlend,
     Epic,
     InfoFlow,
+    Lexical,
     ProphetKV,
     Random,
     Reuse,

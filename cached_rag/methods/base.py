@@ -11,7 +11,7 @@ says what it recomputes and why, what that costs, and when to use it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
@@ -31,6 +31,7 @@ class Layout:
         num_layers: of the model.
         settled: those of `modules` that were encoded behind other chunks of their document, so that
             their KV needs less repair.
+        ids: (seq_len,) int64; the prompt's tokens.
     """
 
     fresh: torch.Tensor
@@ -38,6 +39,7 @@ class Layout:
     modules: tuple[tuple[int, int], ...]
     num_layers: int
     settled: tuple[tuple[int, int], ...] = ()
+    ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     @property
     def reused(self) -> torch.Tensor:

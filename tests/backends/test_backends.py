@@ -10,7 +10,14 @@ from doubles import Plain, Recording
 from cached_rag import Engine, Schema, StoreConfig
 from cached_rag.errors import ModelError
 
-METHODS = ("full", "prefix", "reuse", "epic:anchor_tokens=8", "random:recompute_ratio=0.5")
+METHODS = (
+    "full",
+    "prefix",
+    "reuse",
+    "epic:anchor_tokens=8",
+    "lexical",
+    "random:recompute_ratio=0.5",
+)
 
 
 @pytest.mark.parametrize("split", [None, 7])

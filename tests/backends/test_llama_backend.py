@@ -314,7 +314,10 @@ def test_batches_and_drafts_change_no_answer(cheap, method):
         assert hits == ({0} if method in ("full", "prefix") else {1, len(CHUNKS)})
 
 
-@pytest.mark.parametrize("method", ["full", "prefix", "epic:recompute_ratio=1.0"])
+@pytest.mark.parametrize(
+    "method",
+    ["full", "prefix", "epic:recompute_ratio=1.0", "epic+lexical:recompute_ratio=1.0"],
+)
 def test_exact_methods_answer_as_generate_does(model, path, method):
     folder, name = Path(path).parent, Path(path).name
     plain = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
@@ -332,12 +335,16 @@ def test_exact_methods_answer_as_generate_does(model, path, method):
             assert list(found.token_ids) == expected[0, ids.shape[1] :].tolist()
 
 
-def test_auto_is_epic_and_says_so(model):
+def test_auto_chooses_by_words_and_says_so(model):
     with Engine(model, StoreConfig(**NEW)) as engine:
         long = [" ".join([chunk] * 5) for chunk in CHUNKS]
         engine.encode(long, context=None)
         report = engine.generate(ask(*long), max_tokens=2).report
-        assert report.method == "epic:anchor_tokens=8"
+        assert report.method == "epic:anchor_tokens=8+lexical"
+        fast = engine.generate(ask(*long), method="fast", max_tokens=2).report
+        assert fast.method == "epic:anchor_tokens=8+lexical:recompute_ratio=0.03"
+        anchors = engine.generate(ask(*long), method="epic:anchor_tokens=8", max_tokens=2).report
+        assert anchors.recomputed_tokens < fast.recomputed_tokens < report.recomputed_tokens
         assert 0 < report.recomputed_tokens < report.cached_tokens
         assert any("cannot be watched" in note for note in report.notes)
 

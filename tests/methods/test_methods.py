@@ -25,6 +25,7 @@ from cached_rag.methods import (
     Fast,
     InfoFlow,
     Layout,
+    Lexical,
     ProphetKV,
     Random,
     Reuse,
@@ -54,7 +55,8 @@ def small_layout(layers=4):
     live = torch.zeros(40, dtype=torch.bool)
     live[[16, 27]] = live[34:] = True
     exact = torch.arange(40) < 6
-    return Layout(live, exact, ((6, 16), (17, 27), (28, 34)), layers)
+    ids = torch.arange(40) % 9
+    return Layout(live, exact, ((6, 16), (17, 27), (28, 34)), layers, ids=ids)
 
 
 @pytest.mark.parametrize("name", RATIOED)
@@ -376,3 +378,29 @@ def test_auto_takes_less_of_settled_modules_and_fast_the_same():
     assert (Auto().budget(whole), Auto().budget(half)) == (150, 108)
     assert Auto(recompute_ratio=0.3).budget(half) == 216
     assert Fast().budget(whole) == Fast().budget(half) == 30
+
+
+def test_lexical_chooses_what_stands_around_the_questions_rare_words():
+    ids = torch.full((120,), 5)
+    ids[:100] = torch.arange(100) % 4  # words that stand everywhere
+    ids[[20, 60]] = torch.tensor([77, 78])  # two that are rare
+    ids[100:] = torch.tensor([0, 1, 2, 77] * 5)  # the question has one of them
+    fresh = torch.arange(120) >= 100
+    layout = Layout(fresh, torch.arange(120) < 2, ((2, 100),), 4, ids=ids)
+
+    def chosen(ratio, reach=3):
+        return (Lexical(ratio, reach).first_rows(layout) & layout.reused).nonzero().flatten()
+
+    assert chosen(0.011).tolist() == [20]
+    assert chosen(0.031).tolist() == [19, 20, 21]
+    assert set(range(17, 24)) <= set(chosen(0.9).tolist())
+    none = dataclasses.replace(layout, ids=torch.where(fresh, 500, ids))
+    assert not (Lexical(0.9).first_rows(none) & layout.reused).any()  # no word of it stands there
+    exact = dataclasses.replace(layout, exact=~fresh, modules=())
+    assert not (Lexical(1.0).first_rows(exact) & ~fresh).any()
+
+
+@pytest.mark.parametrize(("options", "says"), [((1.5,), "is a share"), ((0.1, -1), "reach is")])
+def test_lexical_refuses_what_makes_no_sense(options, says):
+    with pytest.raises(ConfigError, match=says):
+        Lexical(*options)

@@ -31,7 +31,7 @@ from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods import spelled
-from cached_rag.methods.base import Layout, Selector
+from cached_rag.methods.base import Layout, QuestionSelector, Selector
 
 Run = tuple[int, int]  # begin and end (exclusive) of neighbouring slots
 # A context is made larger by one part in so many than is needed at once.
@@ -200,11 +200,11 @@ class LlamaCppModel:
         Raises:
             ModelError: the method watches layers, or moves what it does not compute.
         """
-        looks = method.check_layers(layout) or hasattr(method, "observed_layers")
-        if looks or method.transfers_drift:
+        asks = isinstance(method, QuestionSelector) and method.observed_layers(layout)
+        if asks or method.check_layers(layout) or method.transfers_drift:
             raise ModelError(
                 f"{spelled(method)} looks into the model's layers, and llama.cpp does not show "
-                'them; use auto, epic, reuse, prefix or full, or backend="transformers"'
+                'them; use auto, epic, lexical, reuse, prefix or full, or backend="transformers"'
             )
         if ready is not None:
             for layer in range(self.shapes.num_layers):
