@@ -15,17 +15,7 @@ from cached_rag.engine.profile import Controller, profile_of
 from cached_rag.errors import ConfigError, ContextOverflowError, ModelError, RelocationError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.library.plan import Plan
-from cached_rag.methods import (
-    CacheBlend,
-    Epic,
-    Full,
-    Lexical,
-    Prefix,
-    Selector,
-    Takes,
-    UnionSelector,
-    spelled,
-)
+from cached_rag.methods import Epic, Full, Lexical, Prefix, Selector, Takes, UnionSelector, spelled
 
 # First tokens of each chunk that `auto` and `fast` repair where nothing can be watched: as many as
 # elsewhere. What the question's attention chooses there, its words do here (docs/llama_cpp.md).
@@ -75,7 +65,7 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
         method = Full() if switched else Prefix()
         plan = plan.taking(method.takes)
     if method.gives_way and not model.can_watch:
-        method = _unwatched(model, method, config.recompute_ratio)
+        method = _unwatched(method, config.recompute_ratio)
         notes.append(
             f"this model's attention cannot be watched, so {spelled(method)} is used instead, "
             'which keeps fewer of full prefill\'s answers; quality="exact" keeps them all'
@@ -94,10 +84,8 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
     return Choice(plan, method, tuple(notes))
 
 
-def _unwatched(model: Backend, method: Selector, ratio: float | None) -> Selector:
+def _unwatched(method: Selector, ratio: float | None) -> Selector:
     """What replaces a method that gives way, on models whose attention cannot be watched."""
-    if model.can_narrow:
-        return CacheBlend() if ratio is None else CacheBlend(ratio)
     share = getattr(method, "recompute_ratio", 0.0) if ratio is None else ratio
     return UnionSelector(members=(_ANCHORS, Lexical(share)))
 

@@ -82,9 +82,9 @@ class Auto(AnchorFlow):
 
     Of chunks that were encoded behind others of their document it is 8 %. These shares are left out
     where the prompt's live tokens, a long question or chunks without KV, are a quarter of it and
-    more than 128. Where a model's attention cannot be watched it is `cacheblend`, and where keys
-    cannot be moved `prefix` or `full`; `report.notes` says so. The figures that chose it are in
-    docs/quality.md.
+    more than 128. Where a model's attention cannot be watched it is `epic:anchor_tokens=8+lexical`,
+    and where keys cannot be moved `prefix` or `full`; `report.notes` says so. The figures that
+    chose it are in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 

@@ -25,7 +25,7 @@ class Lexical(Selector):
 
     Cost: the live tokens, and r at most; less if few of the question's words stand in the chunks.
     Use it where attention cannot be watched, joined with anchors: `epic:anchor_tokens=8+lexical`
-    is `auto` in llama.cpp. It does not see that other words mean the same.
+    is `auto` there. It does not see that other words mean the same.
 
     Attributes:
         recompute_ratio: share r of the reused tokens that is recomputed at most.
