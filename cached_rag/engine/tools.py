@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,15 @@ class Tools:
         if not self.is_offered:
             return text, []
         form = self.tokenization.template.call_form
-        return read_answer(text, form, self.tools, is_over=is_over, is_forced=self.is_forced)
+        said, calls = read_answer(text, form, self.tools, is_over=is_over, is_forced=self.is_forced)
+        return self._unshown.sub("", said), calls
+
+    @cached_property
+    def _unshown(self) -> re.Pattern[str]:
+        """Tokens that no text shows; the grammar has them shown, as marks of calls are such."""
+        added = self.tokenization.tokenizer.added_tokens_decoder.values()
+        texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
 
     def growing(self) -> GrowingAnswer:
         """Reads an answer that comes in pieces."""
