@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from faults import kills, world
 from soak.work import Done, run
+
+
+def _surrounded(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
 
 
 def soak(folder: Path, processes: int, threads: int, seconds: float, seed: int) -> Done:
@@ -22,7 +27,10 @@ def soak(folder: Path, processes: int, threads: int, seconds: float, seed: int) 
     whole = Done()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "cached_rag"])  # once, for all that it starts
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    # The server that forks them keeps the environment of its start.
+    with ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_surrounded, initargs=({**os.environ},)
+    ) as pool:
         for done in pool.map(work, [seed * 100 + n for n in range(processes)]):
             whole.counts += done.counts
             whole.wrong += done.wrong
