@@ -6,6 +6,7 @@ it is found again in the prompt, whatever the template has done to the message a
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -28,6 +29,8 @@ _OURS = {
 }
 # Most characters of a prompt; no model reads as many.
 _MOST_CHARACTERS = 1 << 26
+# Most sets of values, of single requests, with which a template is kept.
+_MOST_OTHERS = 16
 # Most digits of a number in a template.
 _MOST_DIGITS = 6
 
@@ -51,6 +54,7 @@ class ChatTemplate:
                 f"chat_template_kwargs has {taken}, which this library gives the template itself; "
                 "leave it out"
             )
+        self._others: dict[str, ChatTemplate] = {}
         self._tokenizer = tokenizer
         self._backends = backends
 
@@ -89,9 +93,7 @@ class ChatTemplate:
                 raise ConfigError("tools are listed by the chat template: give messages, no string")
             return Rendered(prompt)
         if kwargs:
-            more = {**self.kwargs, **kwargs}
-            own = ChatTemplate(self._tokenizer, self._backends, more)
-            return own.render(prompt, open_answer=open_answer, tools=tools)
+            return self._with(kwargs).render(prompt, open_answer=open_answer, tools=tools)
         if not hasattr(prompt, "__iter__"):
             raise ConfigError(f"a prompt is a string, or a list of messages, not {prompt!r}")
         messages = [checked(message) for message in prompt]
@@ -110,6 +112,24 @@ class ChatTemplate:
         if has_tools:
             marked, listed = told(marked, listed, self.call_form)
         return self._unmarked(self._apply_template(marked, listed, open_answer), mark)
+
+    def _with(self, kwargs: Mapping[str, Any]) -> ChatTemplate:
+        """The template with further values; a few are kept, for what they found out of themselves.
+
+        Raises:
+            ConfigError: one of the values is this library's to give, or no JSON.
+        """
+        try:
+            name = json.dumps(dict(kwargs), sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"chat_template_kwargs are JSON values: {error}") from error
+        found = self._others.get(name)
+        if found is None:
+            found = ChatTemplate(self._tokenizer, self._backends, {**self.kwargs, **kwargs})
+            if len(self._others) >= _MOST_OTHERS:
+                self._others.clear()
+            self._others[name] = found
+        return found
 
     def _marked(self, content: str, mark: str) -> str:
         """The content with a mark before each control token."""

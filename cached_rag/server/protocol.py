@@ -32,7 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Settings that never change an answer: who asks, how it is billed, how long a model stays loaded;
 # a guess at the answer, to make it sooner.
-_WITHOUT_EFFECT = (
+_WITHOUT_EFFECT: tuple[str, ...] = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention", "keep_alive", "verbosity"),
     "prediction",
@@ -285,6 +285,10 @@ class CompletionRequest(_Settings):
         | Annotated[list[Text], Field(min_length=1, max_length=64)]
     )
     logprobs: int | None = Field(None, ge=0, le=20)
+
+    # No chat template is applied, which these are for.
+    _ignored = (*_WITHOUT_EFFECT, "reasoning_effort")
+    _neutral = _NEUTRAL | {"chat_template_kwargs": (None, {}), "think": (None, False)}
 
     @property
     def wanted_logprobs(self) -> int | None:

@@ -158,9 +158,10 @@ class Service:
         """
         index = self.index
         assert index is not None
-        if tools.is_offered or request.cache_salt or request.chat_template_kwargs:
+        asks_template = request.chat_template_kwargs or request.think is not None
+        if tools.is_offered or request.cache_salt or asks_template:
             raise ConfigError(
-                f"{index.name} takes neither tools nor a cache_salt nor chat_template_kwargs"
+                f"{index.name} takes neither tools nor a cache_salt, chat_template_kwargs or think"
             )
         [messages] = request.prompts()
         if request.temperature is None and (request.n or 1) == 1:

@@ -105,5 +105,22 @@ def test_the_server_takes_what_its_clients_send():
         assert quiet > tokens() == tokens(think=True) == tokens(chat_template_kwargs={})
         assert tokens(think=False) == quiet
         assert tokens(reasoning_effort="low") > tokens()
+        quiet_text = {"think": False, "chat_template_kwargs": {}, "reasoning_effort": "low"}
+        plain = {"model": served, "prompt": "Why?", "max_tokens": 1, "temperature": 0}
+        texts = [
+            httpx.post(f"{address}/v1/completions", json=plain | more, timeout=60).json()
+            for more in ({}, quiet_text)
+        ]
+        assert texts[0]["choices"][0]["text"] == texts[1]["choices"][0]["text"]
         bare = [turns[0], {"role": "assistant", "content": "So."}, turns[2]]
         assert tokens(turns) > tokens(bare)
+
+
+def test_a_prompts_own_values_are_kept_for_the_next_one_within_bounds():
+    template = Tokenization(tokenizer("thinking")).template
+    for number in range(40):
+        given = {"reasoning_effort": f"level {number}"}
+        assert template.render([USER], kwargs=given).text.endswith(f"level {number}<t>")
+    assert template.render([USER], kwargs={"reasoning_effort": "level 3"}).text.endswith("3<t>")
+    with pytest.raises(ConfigError, match="are JSON values"):
+        template.render([USER], kwargs={"when": object()})
