@@ -65,7 +65,6 @@ class Plain:
 
     llama: object
     can_watch: bool = False
-    can_narrow: bool = False
     token_price: float = 1 / 6
     can_share: bool = False
     can_batch: bool = False

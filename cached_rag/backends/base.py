@@ -161,10 +161,6 @@ class Backend(Protocol):
         """Whether `repair` accepts methods that watch which tokens the question attends to."""
 
     @property
-    def can_narrow(self) -> bool:
-        """Whether `repair` accepts methods that choose rows layer by layer."""
-
-    @property
     def can_batch(self) -> bool:
         """Whether `step` computes several rows in one pass."""
 

@@ -100,9 +100,7 @@ def examine(engine: Engine) -> dict[str, object]:
 
 
 def _attention(model: Backend) -> str:
-    if model.can_watch:
-        return "scattered rows"
-    return "the model's own, dense masks" if model.can_narrow else "the backend's own, run by run"
+    return "scattered rows" if model.can_watch else "the model's own"
 
 
 def _loading(engine: Engine) -> dict[str, object]:

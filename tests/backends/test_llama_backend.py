@@ -434,7 +434,7 @@ def test_the_command_line_has_it(path):
     command = ["doctor", "--model", path, "--backend", "llama.cpp", "--json"]
     found = json.loads(CliRunner().invoke(app, command).stdout)
     assert found["layers"].startswith("llama.cpp")
-    assert found["attention"] == "the backend's own, run by run"
+    assert found["attention"] == "the model's own"
     assert all(test["passed"] for test in found["self_test"])
 
 

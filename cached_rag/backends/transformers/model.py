@@ -51,7 +51,6 @@ class LanguageModel:
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     # The same for every model, so no fields.
-    can_narrow = True
     # Measured for issue 17 with 4-bit weights on two cores: 17 to 21 ms for one token, 26 for four,
     # 41 for eight. The longer the weights are read, the less further tokens cost.
     token_price = 1 / 6
