@@ -93,11 +93,20 @@ def test_what_is_left_over_is_seen(tmp_path):
     assert any("orphan" in fault for fault in world.litter(tmp_path))
 
 
-# Follows links, and opens a moment after the path was looked at, so that a busy machine swaps, too.
-NAIVE = """
-import os, time
+# Follows links, and opens until one leads elsewhere, so that it does on a busy machine, too.
+NAIVE = f"""
+import contextlib, os, time
 from cached_rag.rag import document
-document._descriptor = lambda path, inside: time.sleep(0.003) or os.open(path, os.O_RDONLY)
+def opened(path, inside):
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError):
+            file = os.open(path, os.O_RDONLY)
+            if os.pread(file, 100, 0) != {untrusted.SOUND.encode()}:
+                return file
+            os.close(file)
+    return os.open(path, os.O_RDONLY)
+document._descriptor = opened
 main()
 """
 

@@ -385,6 +385,11 @@ def _checksum(
     return str(state.hexdigest())
 
 
+def signer_name(secret: bytes) -> str:
+    """Tells those who have a secret from others; empty if there is none."""
+    return _signer(secret).hexdigest() if secret else ""
+
+
 def _signer(secret: bytes) -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=16, key=secret)
 

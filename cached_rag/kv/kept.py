@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from cached_rag.errors import StoreError
-from cached_rag.kv.blob import SigningError
+from cached_rag.kv.blob import signer_name
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.database import Database, Problem, row_sum
 from cached_rag.kv.disk import DiskStore
@@ -48,6 +48,7 @@ class KeptPrompt:
     Attributes:
         model: fingerprint of the model.
         namespace: the tenant's.
+        signer: of those who may read it, see `signer_name`.
         ids: all tokens.
         ends: of each piece, the slot behind its last token; ascending.
         stated: those of them behind which there is a state.
@@ -59,6 +60,7 @@ class KeptPrompt:
 
     model: str
     namespace: str
+    signer: str
     ids: tuple[int, ...]
     ends: tuple[int, ...]
     stated: tuple[int, ...] = ()
@@ -76,7 +78,7 @@ class KeptPrompt:
     def name(self) -> str:
         """Identifies it: the same tokens, computed in the same way."""
         how = f"{self.repair} {self.exact_length}"
-        return digest(self.model, self.namespace, ids_digest(self.ids), how)
+        return digest(self.model, self.namespace, self.signer, ids_digest(self.ids), how)
 
     @cached_property
     def pieces(self) -> dict[str, tuple[int, int]]:
@@ -96,7 +98,8 @@ class KeptPrompt:
         """KV that was repaired depends on what was asked behind it, so it is this prompt's own."""
         whose = "" if end <= self.exact_length else self.name
         before, own = self.ids[:begin], self.ids[begin:end]
-        return module_key(self.model, before, own, self.namespace, f"kept {what} {whose}")
+        context = f"kept {what} {self.signer} {whose}"
+        return module_key(self.model, before, own, self.namespace, context)
 
     def has(self, text_digest: str, token_ids: Sequence[int]) -> bool:
         """Whether a text is in it, by its digest or by tokens."""
@@ -140,6 +143,7 @@ class KeptPrompts:
             StoreError: it cannot be opened.
         """
         self.max_bytes = max_bytes
+        self.signer = signer_name((secret or "").encode())
         self._disk = DiskStore(folder, secret=secret)
         try:
             self._database = Database(folder / _TABLE, _SCHEMA)
@@ -186,8 +190,6 @@ class KeptPrompts:
                 if key not in self._disk:
                     packed = _as_module(prompt.ids[begin:end], state(end))
                     self._disk.put(key, packed, lambda: self._has(prompt))
-        except SigningError:  # what is there stays, for those who have the key
-            raise
         except BaseException:
             self.remove([prompt])
             raise

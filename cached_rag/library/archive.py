@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from cached_rag.errors import StoreError
-from cached_rag.kv.blob import SigningError
 from cached_rag.kv.buffer import KVBuffer, ModuleKV, States
 from cached_rag.kv.kept import KeptPrompt, KeptPrompts, pieces_of
 from cached_rag.kv.layers import Layered, each
@@ -75,11 +74,12 @@ class PromptArchive:
         except StoreError as error:
             _log.warning("what earlier prompts left is not used: %s", error)
             return []
-        model, known = self._model.fingerprint, self._known
+        known = self._known
         if known.keys() != {one.name for one in found}:
             known = {one.name: known.get(one.name) or _described(one) for one in found}
             self._known = known
-        mine = (one for one in found if (one.model, one.namespace) == (model, namespace))
+        whose = self._model.fingerprint, namespace, self._kept.signer
+        mine = (one for one in found if (one.model, one.namespace, one.signer) == whose)
         return [(one, known[one.name]) for one in mine]
 
     def bring(
@@ -99,9 +99,6 @@ class PromptArchive:
         best, _ = mine[lengths.index(length)]
         try:
             found = self._loaded(best, length)
-        except SigningError as error:  # it is kept for those who have the key
-            _log.info("%s", error)
-            return None
         except StoreError as error:
             _log.warning("%s What it stands for is computed anew.", error)
             self._drop(best)
@@ -176,8 +173,6 @@ class PromptArchive:
             self._kept.fill(new, piece, state)
             others = [pair for pair in self._mine(prompt.namespace) if pair[0].name != new.name]
             self._kept.remove([one for one, described in others if supersedes(described)])
-        except SigningError as error:
-            _log.info("%s", error)
         except StoreError as error:
             _log.warning("what a prompt left is not kept on disk: %s", error)
         finally:
@@ -189,6 +184,7 @@ class PromptArchive:
         return KeptPrompt(
             self._model.fingerprint,
             prompt.namespace,
+            self._kept.signer,
             tuple(prompt.ids.tolist()),
             ends,
             prompt.stops,

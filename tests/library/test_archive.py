@@ -166,12 +166,14 @@ def test_pieces_that_a_killed_process_did_not_write_are_no_error(tmp_path):
     assert again(tmp_path, messages)[0] == good
 
 
-def test_another_key_finds_nothing_and_leaves_it(tmp_path):
+@pytest.mark.parametrize("finish_seconds", [0, 30])
+def test_another_key_finds_nothing_and_leaves_it(finish_seconds, tmp_path):
     messages = later_turn(asked_once(tmp_path, signing_key="k" * 16))
-    signed = partial(again, tmp_path, messages, sequence_bytes=1 << 30)
-    assert signed(signing_key="k" * 16, finish_seconds=0)[1] > 150
-    assert signed(finish_seconds=0)[1] == 0
-    assert signed(signing_key="k" * 16, finish_seconds=0)[1] > 150
+    ask_again = partial(again, tmp_path, messages, finish_seconds=finish_seconds)
+    for options in ({"signing_key": "x" * 16}, {}):
+        assert ask_again(**options)[1] == 0
+    assert len(kept(tmp_path)) >= 1 + 2 * (finish_seconds > 0)
+    assert ask_again(signing_key="k" * 16)[1] > 150
 
 
 def test_two_processes_share_a_folder(tmp_path):
@@ -193,7 +195,7 @@ def test_settings_that_cannot_apply_are_refused(tmp_path):
         engine.generate(FIRST, **OPTIONS)
     assert not (tmp_path / FOLDER).exists()
     with pytest.raises(ValueError, match="do not make up"):
-        KeptPrompt("m", "", (1, 2, 3), (2,))
+        KeptPrompt("m", "", "", (1, 2, 3), (2,))
 
 
 # What goes first -----------------------------------------------------------------------------
@@ -221,7 +223,7 @@ def test_the_disk_is_bounded(tmp_path):
     try:
         for number in range(5):
             ids = tuple(range(number * 100, number * 100 + 64))
-            one = KeptPrompt("model", "", ids, (64,))
+            one = KeptPrompt("model", "", "", ids, (64,))
             kv = torch.full((1, 1, 64, 16), float(number))
             found.tell(one)
             found.fill(one, lambda *_, ids=ids, kv=kv: ModuleKV(ids, 0, kv, kv[..., :0]), None)
