@@ -294,6 +294,9 @@ class StoreConfig:
         first_exact: encode chunks behind a known prefix alone, too, so that the first chunk of a
             prompt is exact: a pass more, once, and twice the room; False for one pass. An index of
             `CachedRAG` has a setting of its own.
+        composes: where layers keep states (Qwen 3.5, Granite 4 H), encode chunks all the same, with
+            what they do to these states, for the method `compose`. An experiment: a chunk takes as
+            many bytes as one or two states (docs/methods.md).
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without
@@ -333,6 +336,7 @@ class StoreConfig:
     settle: bool = True
     primers: int = 1
     first_exact: bool = True
+    composes: bool = False
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True
@@ -362,6 +366,10 @@ class StoreConfig:
             self._keeps or not self.harvest,
             "harvest takes KV from earlier prompts, and sequence_bytes=0 or keeps_repaired=False "
             "lets none serve; leave one of them out",
+        )
+        require(
+            not (self.composes and self.remote),
+            "what chunks do to states is not kept in a remote store; leave out composes or remote",
         )
         most = MOST_PRIMERS
         require(1 <= self.primers <= most, f"there are 1 to {most} primers, not {self.primers}")

@@ -70,6 +70,7 @@ class Plain:
     can_batch: bool = False
     can_append: bool = False
     keeps_states: bool = False
+    composer: None = None
     facts: tuple = field(
         default=(
             *("name", "fingerprint", "tokenizer", "vocab_size", "context_length", "eos_ids"),

@@ -93,6 +93,35 @@ class Chosen:
     computed: int
 
 
+class Composer(Protocol):
+    """Puts the states of layers together of what chunks do to them, in any order."""
+
+    @property
+    def rule(self) -> PositionRule:
+        """How the keys of the other layers depend on position."""
+
+    def compute(
+        self, buffer: KVBuffer, token_ids: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """As `Backend.prefill` without logits, for tokens that follow the buffer's states.
+
+        Returns:
+            (num_bytes,) uint8, on the CPU: what the tokens do to states, for `behind`.
+
+        Raises:
+            ModelError: a layer's state does not change in a way that can be kept.
+        """
+
+    def behind(self, states: States, change: torch.Tensor, length: int) -> States:
+        """The states behind tokens that stand elsewhere now, and are not computed again.
+
+        Args:
+            states: those before the tokens.
+            change: what `compute` gave for them.
+            length: how many tokens have been read then.
+        """
+
+
 class Backend(Protocol):
     """One loaded model.
 
@@ -187,6 +216,10 @@ class Backend(Protocol):
             data: (num_bytes,) uint8, on the CPU.
             length: how many tokens they have read.
         """
+
+    @property
+    def composer(self) -> Composer | None:
+        """Puts states together of what chunks do to them; None if that cannot be done."""
 
     @property
     def token_price(self) -> float:

@@ -52,11 +52,21 @@ def choose(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
 
 def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
     method, notes = config.selector(), []
+    rule = model.rule
+    if method.composes:
+        if model.composer is None:
+            raise RelocationError(
+                f"{method.name!r} composes the states of recurrent layers, and this model has none "
+                'that can be; use method="auto"'
+            )
+        rule, plan = model.composer.rule, plan.composed
+    elif model.keeps_states:
+        plan = plan.taking(Takes.NOTHING)
     try:
         for place in plan.placements:
-            model.rule.check(plan.delta(place), plan.length)
+            rule.check(plan.delta(place), plan.length)
         if model.keeps_states and method.takes is Takes.ALL:
-            model.rule.check(1, plan.length)  # no chunk can be reused by itself
+            rule.check(1, plan.length)  # else no chunk can be reused by itself
     except RelocationError as error:
         if not method.gives_way:
             raise

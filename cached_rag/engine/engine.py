@@ -118,7 +118,7 @@ class Engine:
         )
         self.tokenization = Tokenization(model.tokenizer, chat_template_kwargs)
         self.lock = model.lock
-        self._encoder = Encoder(model, self.library, self.tokenization)
+        self._encoder = Encoder(model, self.library, self.tokenization, composes=settings.composes)
         shared = beside._resources if beside else None
         self._resources: Resources = Resources.of(
             model, self.tokenization, self.library, self._encoder, settings, shared

@@ -68,7 +68,9 @@ def prepare(prompt: Prefilling) -> None:
     with resources.model.lock, torch.inference_mode():
         # 1) Find out which tokens come from which chunk.
         clock, loaded_ms = Clock(), report.load_ms
-        lazy = config.adaptive or resources.library.is_pipelined
+        # What chunks do to states is needed before anything is computed.
+        can_wait = not config.selector().composes
+        lazy = can_wait and (config.adaptive or resources.library.is_pipelined)
         prompt.tokens, plan = prompt.reading(report, lazy=lazy)
         report.prompt_tokens = len(prompt.tokens)
         check_fits(resources.model, len(prompt.tokens), plan, config.max_tokens)
@@ -189,12 +191,12 @@ def _place(resources: Resources, plan: Plan, buffer: KVBuffer) -> LayerLoader | 
         model computes.
     """
     model = resources.model
-    here = model.shapes.device.type
+    here, rule = model.shapes.device.type, model.composer.rule if model.composer else model.rule
     kept = [place.kv for place in plan.placements]
     if not all(isinstance(kv, ModuleKV) and kv.keys.device.type == here for kv in kept):
-        return LayerLoader(buffer, plan.placements, model.rule)
+        return LayerLoader(buffer, plan.placements, rule)
     for place in plan.placements:
-        buffer.place(place.kv, place.begin, model.rule)
+        buffer.place(place.kv, place.begin, rule)
     return None
 
 
@@ -236,21 +238,32 @@ def _run_on(prompt: Prefilling, plan: Plan, buffer: KVBuffer, ids: torch.Tensor)
 
     One is taken where the answer's header begins, for the next turn and for the same prompt again,
     and one where the prompt departs from the kept one that is most like it: so what several prompts
-    begin with is kept from the second one on.
+    begin with is kept from the second one on. What is known to change states in some way is not
+    computed.
     """
     model, sequences = prompt.resources.model, prompt.resources.sequences
     runs, begin = prompt.beginning.runs, len(prompt.beginning)
     kept = runs[-1].buffer.states if runs else None
     buffer.states = kept.copy() if kept is not None else None
+    jumps = {place.begin + change.begin: change for place, change in plan.changes}
     ends = {prompt.header_begin, prompt.branch_off(sequences.branch(prompt.namespace, prompt.ids))}
-    done = begin
-    for end in sorted(end for end in ends if begin < end < len(prompt.ids)):
-        model.prefill(buffer, ids[:, :end], torch.arange(done, end), num_logits=0)
+    done, computed = begin, list[int]()
+    for end in sorted(end for end in ends | jumps.keys() if begin < end < len(prompt.ids)):
+        if end < done:
+            continue  # within what was not computed, where nothing can be kept
+        if end > done:
+            model.prefill(buffer, ids[:, :end], torch.arange(done, end), num_logits=0)
+            computed += range(done, end)
+            done = end
         assert buffer.states is not None
-        buffer.snapshots[end] = buffer.states.copy()
-        done = end
+        if end in ends:
+            buffer.snapshots[end] = buffer.states.copy()
+        if (change := jumps.get(end)) is not None:
+            assert model.composer is not None
+            done += change.end - change.begin
+            buffer.states = model.composer.behind(buffer.states, change.packed, done)
     prompt.logits = model.prefill(buffer, ids, torch.arange(done, ids.shape[1])).logits
-    rows = torch.arange(begin, ids.shape[1])
+    rows = torch.tensor([*computed, *range(done, ids.shape[1])])
     layers = model.shapes.num_layers
     _note_rows(prompt, plan, plan.layout(layers), rows, len(rows) * layers)
     return len(rows) * layers

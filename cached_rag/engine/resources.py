@@ -120,10 +120,21 @@ _NO_CHUNKS: dict[str, Any] = {
 
 
 def completed(settings: StoreConfig, model: Backend) -> StoreConfig:
-    """The settings, with what they leave to the machine filled in, and as far as the model can."""
+    """The settings, with what they leave to the machine filled in, and as far as the model can.
+
+    Raises:
+        ConfigError: states are to be composed, and the model has none that can be.
+    """
     device = model.shapes.device
+    if settings.composes and not (model.keeps_states and model.composer):
+        raise ConfigError(
+            "composes is for models whose layers keep states that can be composed, and this one "
+            "has none; leave it out"
+        )
     if model.keeps_states:
-        settings = replace(settings, **_NO_CHUNKS)
+        settings = replace(
+            settings, **_NO_CHUNKS, first_exact=settings.first_exact and not settings.composes
+        )
     room = min(settings.memory_bytes // 4, free_bytes(str(device)) // 8)
     kept, pipelined = settings.sequence_bytes, settings.pipelined
     return replace(

@@ -22,11 +22,11 @@ import xxhash
 from safetensors.torch import save_file
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
-from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.buffer import Change, ModuleKV
 from cached_rag.kv.layers import Ragged, stacks_of
 from cached_rag.kv.tensor_file import TensorFile
 
-_IDS = "token_ids"
+_IDS, _CHANGE = "token_ids", "change"
 _DAMAGED = "its content does not match its checksum"
 # A layer's BLAKE2b has twice the digits of its xxh3-64, so a header tells whether it is signed.
 _SIGNED_DIGITS = 32
@@ -170,6 +170,10 @@ def contents(
     }
     if isinstance(kv.keys, Ragged):
         header["places"] = json.dumps(kv.keys.places)
+    if (change := kv.change) is not None:
+        tensors[_CHANGE] = change.packed[None]
+        (total,) = layer_sums({_CHANGE: tensors[_CHANGE]}, secret)
+        header[_CHANGE] = f"{change.begin},{change.end},{total}"
     return tensors | {_IDS: torch.tensor(kv.token_ids, dtype=torch.int32)}, header
 
 
@@ -294,6 +298,19 @@ class StoredKV:
         """Tokens `begin` to `end` (exclusive) of these."""
         return replace(self, begin=self.begin + begin, end=self.begin + end)
 
+    @property
+    def change(self) -> Change | None:
+        """What the tokens do to states, read and checked; errors as in `layer`."""
+        if _CHANGE not in self.file.header:
+            return None
+        with _judged(self.name):
+            begin, end, total = self.file.header[_CHANGE].split(",")
+            packed = self.file.read(_CHANGE)
+            if layer_sums({_CHANGE: packed}, self.secret) != [total]:
+                raise CorruptBlobError(_message(self.name, _DAMAGED))
+            whole = Change(int(begin), int(end), packed[0])
+        return whole.within(self.begin, len(self.all_ids) if self.end is None else self.end)
+
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read one layer, check it, decode it.
 
@@ -312,7 +329,9 @@ class StoredKV:
         sides = zip(*(self._read(n, 0, count) for n, count in enumerate(self._counts)), strict=True)
         is_even = len(self._counts) == 1 and None not in self.places
         keys, values = (side[0] if is_even else Ragged(side, self.places) for side in sides)
-        kv = ModuleKV(self.all_ids, self.first, keys, values)
+        kv = ModuleKV(
+            self.all_ids, self.first, keys, values, replace(self, begin=0, end=None).change
+        )
         return kv if self.end is None and not self.begin else kv.slice(self.begin, self.end or 0)
 
     @property
@@ -327,7 +346,7 @@ class StoredKV:
             tensors = {}
             for name in self.file.layouts:
                 plain, _, number = name.partition(".")
-                if name != _IDS and int(number or 0) == stack:
+                if name not in (_IDS, _CHANGE) and int(number or 0) == stack:
                     tensors[plain] = self.file.read(name, begin, end)
             first = sum(self._counts[:stack])
             if layer_sums(tensors, self.secret) != list(self.sums[first + begin : first + end]):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,25 @@ from cached_rag.kv.positions import PositionRule
 
 # Capacities are rounded up to a multiple of so many slots, so that a spare buffer often fits.
 _GROWTH, _SMALL_GROWTH = 1024, 256
+
+
+@dataclass(frozen=True)
+class Change:
+    """What some tokens of a module do to `States`, whatever stands before them.
+
+    Attributes:
+        begin, end: these tokens of the module; the others, at its ends, are to be computed.
+        packed: (num_bytes,) uint8, on the CPU, for `Composer.behind`.
+    """
+
+    begin: int
+    end: int
+    packed: torch.Tensor
+
+    def within(self, begin: int, end: int) -> Change | None:
+        """The same of a part of the module; None if the part has not all of the tokens."""
+        has_all = begin <= self.begin and self.end <= end
+        return replace(self, begin=self.begin - begin, end=self.end - begin) if has_all else None
 
 
 class LayerSource(Protocol):
@@ -41,6 +60,11 @@ class LayerSource(Protocol):
     @property
     def seq_len(self) -> int:
         """Number of tokens."""
+        ...
+
+    @property
+    def change(self) -> Change | None:
+        """What the tokens do to states; None if that is not known."""
         ...
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +90,7 @@ class ModuleKV:
         keys: (num_layers, num_kv_heads, seq_len, key_dim), rotated for the positions `start`,
             `start + 1`, ...
         values: (num_layers, num_kv_heads, seq_len, value_dim).
+        change: what the tokens do to states, of layers that keep some; None if that is not known.
 
     Raises:
         ConfigError: the shapes do not agree.
@@ -75,6 +100,7 @@ class ModuleKV:
     start: int
     keys: Layered
     values: Layered
+    change: Change | None = None
 
     def __post_init__(self) -> None:
         for name, side in (("keys", self.keys), ("values", self.values)):
@@ -96,8 +122,9 @@ class ModuleKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of keys and values, and of the change."""
+        changed = 0 if self.change is None else self.change.packed.nbytes
+        return self.keys.nbytes + self.values.nbytes + changed
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, as views."""
@@ -110,6 +137,7 @@ class ModuleKV:
             self.start + begin,
             self.keys[:, :, begin:end],
             self.values[:, :, begin:end],
+            self.change and self.change.within(begin, end),
         )
 
 

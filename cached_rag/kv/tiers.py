@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -127,7 +127,7 @@ class MemoryStore:
                 "raise memory_bytes or use smaller chunks"
             )
         keys, values = (each(side, self._kept) for side in (kv.keys, kv.values))
-        kept = ModuleKV(kv.token_ids, kv.start, keys, values)
+        kept = replace(kv, keys=keys, values=values)
         with self._lock:
             if wanted():
                 self._entries[key] = kept

@@ -14,7 +14,7 @@ Takes token ids, gives KV; knows no prompt, no method and no store.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 
 import torch
@@ -22,7 +22,8 @@ import torch
 from cached_rag.backends.base import Backend
 from cached_rag.config import MOST_PRIMERS
 from cached_rag.errors import ConfigError, ContextOverflowError
-from cached_rag.kv.buffer import KVBuffer, ModuleKV
+from cached_rag.kv.buffer import Change, KVBuffer, ModuleKV
+from cached_rag.kv.catalog import MAX_TRIM
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.layers import Layered, each, stacks_of
 from cached_rag.kv.positions import PositionRule
@@ -31,6 +32,8 @@ from cached_rag.kv.positions import PositionRule
 # stays in their caches.
 BATCH_TOKENS = 2048
 _IN_PLACE = PositionRule()
+# First tokens of a chunk that `compose` computes again.
+COMPOSE_ANCHORS = 8
 _NAMING = 40
 Ids = tuple[int, ...]
 # Most tokens of a window that stand there only for what follows, and are computed once more: two
@@ -244,6 +247,40 @@ def check_fits(model: Backend, start: int, length: int, text: str = "") -> None:
 def named(text: str) -> str:
     """The beginning of a text, by which its owner finds it; nothing if it is not known."""
     return f" ({text[:_NAMING]!r}...)" if text else ""
+
+
+def encode_composed(
+    model: Backend, before: Sequence[int], chunks: Sequence[Ids]
+) -> Iterator[ModuleKV]:
+    """KV of chunks, each alone behind some tokens, with what they do to states; see `Composer`.
+
+    Args:
+        before: tokens from position 0 on.
+
+    Raises:
+        ContextOverflowError: see `check_fits`.
+        ModelError: what they do cannot be kept.
+    """
+    assert model.composer is not None
+    start = len(before)
+    base = KVBuffer.like(model.shapes, max(1, start))
+    if before:
+        model.prefill(base, torch.tensor([before]), num_logits=0)
+    for ids in chunks:
+        check_fits(model, start, len(ids))
+        buffer = KVBuffer.like(model.shapes, start + len(ids))
+        if before:
+            buffer.place(base.read(0, start, tuple(before)), 0, _IN_PLACE)
+        buffer.states = base.states and base.states.copy()
+        whole, at = torch.tensor([(*before, *ids)]), start
+        begin, end = start + COMPOSE_ANCHORS, start + len(ids) - MAX_TRIM
+        change = None
+        if begin < end:
+            model.prefill(buffer, whole[:, :begin], torch.arange(start, begin), num_logits=0)
+            packed = model.composer.compute(buffer, whole[:, :end], torch.arange(begin, end))
+            change, at = Change(COMPOSE_ANCHORS, len(ids) - MAX_TRIM, packed), end
+        model.prefill(buffer, whole, torch.arange(at, whole.shape[1]), num_logits=0)
+        yield replace(buffer.read(start, start + len(ids), ids), change=change)
 
 
 def _encode_batch(model: Backend, prefix: ModuleKV | None, batch: list[Ids]) -> Iterator[ModuleKV]:

@@ -30,6 +30,7 @@ from cached_rag.library.encode import (
     batches,
     check_fits,
     encode_chunks,
+    encode_composed,
     encode_prefix,
     join,
     last_fitting,
@@ -76,12 +77,14 @@ class Encoder:
 
     Attributes:
         contexts: the known contexts, by name: the primers, and those that `encode` was given.
+        composes: see `StoreConfig.composes`.
     """
 
     model: Backend
     library: Library
     tokenization: Tokenization
     contexts: dict[str, Context] = field(default_factory=lambda: {c.name: c for c in _PRIMERS})
+    composes: bool = False
     _last: dict[tuple[EncodedAfter, tuple[Passages, ...]], list[ModuleKV | None]] = field(
         default_factory=dict
     )
@@ -129,7 +132,8 @@ class Encoder:
             total: called before the first batch with the number of tokens to compute.
         """
         started = time.perf_counter()
-        if self.model.keeps_states:  # no chunk has KV of its own; but prompts may part behind one
+        if self.model.keeps_states and not self.composes:
+            # No chunk has KV of its own; but prompts may part behind one.
             order = replace(order, behinds=())
         passes = {behind: self._wanted(behind, order.records) for behind in order.behinds}
         for behind, wanted in passes.items():
@@ -274,22 +278,36 @@ class Encoder:
         """
         # First of all: KV that stands behind something unknown may be pruned.
         self.library.add_encoded_after(behind)
-        head = self._ensure_prefix(behind)
+        head = None if self.model.keeps_states else self._ensure_prefix(behind)
         groups: dict[tuple[Passages, ...], list[Ids]] = {}
         for ids, (_, text) in wanted.items():
             room = self._room - len(behind.prefix_ids) - len(ids)
             ways = tuple(self._passages(way, text, room) for way in self._ways(behind))
             groups.setdefault(ways, []).append(ids)
         for ways, chunks in groups.items():
-            before = self._standing_before(behind, head, ways)
-            if window is None or not behind.context or len(groups) > 1:
-                encoded = encode_chunks(self.model, before, chunks)
-            else:
-                encoded = window.encode(self.model, before)
-            for kv in encoded:
+            for kv in self._encoded(
+                behind, head, ways, chunks, window if len(groups) == 1 else None
+            ):
                 if kv.token_ids in wanted:
                     self.library.put(behind, kv, wanted[kv.token_ids][0].text_digest)
         return sum(len(ways) * sum(map(len, chunks)) for ways, chunks in groups.items())
+
+    def _encoded(
+        self,
+        behind: EncodedAfter,
+        head: ModuleKV | None,
+        ways: tuple[Passages, ...],
+        chunks: Sequence[Ids],
+        window: Window | None,
+    ) -> Iterator[ModuleKV]:
+        """The KV of chunks behind a head and passages, and within a window if there is one."""
+        if self.model.keeps_states:
+            spaced = chain.from_iterable((*ids, *self._between) for ids in ways[0])
+            return encode_composed(self.model, (*behind.prefix_ids, *spaced), chunks)
+        before = self._standing_before(behind, head, ways)
+        if window is None or not behind.context:
+            return encode_chunks(self.model, before, chunks)
+        return window.encode(self.model, before)
 
     def prefix_ids(self, prefix: Rendered | None, following: str) -> Ids:
         """The prefix's tokens as they are when a text follows.

@@ -9,14 +9,14 @@ computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from cached_rag.backends.prompt_text import Tokens
-from cached_rag.kv.buffer import LayerSource, ModuleKV
+from cached_rag.kv.buffer import Change, LayerSource, ModuleKV
 from cached_rag.kv.catalog import MAX_TRIM
 from cached_rag.library.library import Library
 from cached_rag.library.matching import HARVESTED, EncodedAfter, Match, shared
@@ -115,6 +115,19 @@ class Plan:
             return self
         exact = tuple(place for place in self.placements if place.is_exact)
         return replace(self, placements=exact)
+
+    @property
+    def changes(self) -> Iterator[tuple[Placement, Change]]:
+        """Of each chunk of which it is known, what it does to states."""
+        for place in self.placements:
+            if (change := place.kv.change) is not None:
+                yield place, change
+
+    @property
+    def composed(self) -> Plan:
+        """The plan with only those chunks of which it is known what they do to states."""
+        known = tuple(replace(place, is_exact=False) for place, _ in self.changes)
+        return replace(self, placements=known)
 
     @property
     def exact_end(self) -> int:

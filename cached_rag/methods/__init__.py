@@ -9,13 +9,14 @@ from cached_rag.methods.epic import Epic
 from cached_rag.methods.lexical import Lexical
 from cached_rag.methods.parse import UnionSelector, has_own_ratio, parse_method, spelled
 from cached_rag.methods.question import A3, InfoFlow, ProphetKV
-from cached_rag.methods.reuse import Full, Prefix, Random, Reuse
+from cached_rag.methods.reuse import Compose, Full, Prefix, Random, Reuse
 
 __all__ = [
     "A3",
     "AnchorFlow",
     "Auto",
     "CacheBlend",
+    "Compose",
     "Epic",
     "Fast",
     "Full",
@@ -46,6 +47,7 @@ _ALL: tuple[type[Selector], ...] = (  # a new method is one line here
     A3,
     AnchorFlow,
     CacheBlend,
+    Compose,
     Epic,
     InfoFlow,
     Lexical,

@@ -88,6 +88,8 @@ class Selector(ABC):
     Attributes:
         name: by which users ask for it and reports call it.
         takes: which cached KV it uses.
+        composes: whether it is for models whose layers keep states, which it puts together of what
+            chunks do to them.
         gives_way: whether a model that cannot do it does what it can; else that is an error.
         repairs: whether KV that it takes may be computed again, so that others cannot share it.
         narrows: whether it leaves out rows from one layer to the next, by `narrow`.
@@ -98,6 +100,7 @@ class Selector(ABC):
 
     name: ClassVar[str]
     takes: ClassVar[Takes] = Takes.ALL
+    composes: ClassVar[bool] = False
     gives_way: ClassVar[bool] = False
     repairs: ClassVar[bool] = True
     narrows: ClassVar[bool] = False

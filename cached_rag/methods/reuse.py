@@ -1,6 +1,6 @@
-"""Reuse without a choice: of all cached KV, of what is exact, of none; and a choice by chance.
+"""Reuse without a choice: of all cached KV, of what is exact, of none, of what chunks do to states.
 
-The others are compared with these.
+And a choice by chance. The others are compared with these.
 """
 
 from __future__ import annotations
@@ -34,6 +34,28 @@ class Reuse(Selector):
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows."""
         return layout.fresh
+
+
+@dataclass(frozen=True)
+class Compose(Reuse):
+    """Recomputes twelve tokens of each chunk, in models whose layers keep states: an experiment.
+
+    In a gated delta net or Mamba 2 a chunk's tokens take a state S to M S + B, and M and B are kept
+    with its KV. So the states behind a chunk are a product, whatever stands before it. The first
+    eight tokens, as anchors, and the last four, which may be others in a prompt, are computed.
+
+    Paper: none, it is ours. The layers' equations are Mamba 2's (Dao and Gu, 2024,
+    https://arxiv.org/abs/2405.21060) and Gated DeltaNet's (Yang et al., 2024,
+    https://arxiv.org/abs/2412.06464). Nobody has measured what it does to a trained model's
+    answers, so no default uses it.
+
+    Cost: the live tokens and twelve of each chunk. Use it to try it, with chunks that were encoded
+    with `StoreConfig.composes`.
+    """
+
+    name: ClassVar[str] = "compose"
+    composes: ClassVar[bool] = True
+    repairs: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,8 @@ def bench_models(
 def methods_of(model: Backend) -> str:
     """Which methods a model can have, in words."""
     if model.keeps_states:
-        return "exact beginnings, from snapshots of states"
+        composed = "; chunks by `compose`" if model.composer else ""
+        return f"exact beginnings, from snapshots of states{composed}"
     batches = "" if model.can_batch else "; no batches"
     if not model.rule.is_movable:
         return f"full, prefix{batches}"

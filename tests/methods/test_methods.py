@@ -35,7 +35,7 @@ from cached_rag.methods import (
 )
 from cached_rag.methods.base import LayerCheck, Selector
 
-RATIOED = sorted(set(SELECTORS) - {"reuse", "full", "prefix"})
+RATIOED = sorted(set(SELECTORS) - {"reuse", "full", "prefix", "compose"})
 
 
 @dataclass(frozen=True)

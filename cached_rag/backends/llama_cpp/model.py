@@ -129,6 +129,7 @@ class LlamaCppModel:
     # The same for every model, so no fields.
     repetition_penalty = 1.0
     can_watch = can_share = False
+    composer = None
     can_batch = True
 
     def __post_init__(self) -> None:

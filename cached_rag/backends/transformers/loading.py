@@ -227,6 +227,7 @@ def wrap_model(
         weights=weights,
         shapes=found.shapes,
         rule=found.rule,
+        composer=found.composer,
         fingerprint=fingerprint.model_fingerprint(facts),
         context_length=_context_length(model.config),
         eos_ids=_eos_ids(model),

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.transformers.batch import step_batch
+from cached_rag.backends.transformers.compose import StateComposer
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
 from cached_rag.backends.transformers.packing import FewBitLinear, Format, formats
 from cached_rag.backends.transformers.prefill import Repair, prefill_rows
@@ -47,6 +48,7 @@ class LanguageModel:
     fingerprint: str
     context_length: int
     eos_ids: frozenset[int]
+    composer: StateComposer | None = None
     examined_s: float = field(default=0.0, compare=False)
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 

@@ -17,6 +17,7 @@ import torch
 
 from cached_rag.backends.transformers import attention
 from cached_rag.backends.transformers.batch import keeps_what_it_reads
+from cached_rag.backends.transformers.compose import StateComposer, composer
 from cached_rag.backends.transformers.decoder import (
     REMEDY,
     Decoder,
@@ -67,11 +68,13 @@ class Examined:
         decoder: the fast or the dense way of partial prefill, verified against the model.
         shapes: sizes of its keys and values, read off a real cache.
         rule: how its keys depend on position, verified at two places.
+        composer: what composes its layers' states; None if that cannot be done.
     """
 
     decoder: Decoder
     shapes: KVShapes
     rule: PositionRule
+    composer: StateComposer | None
 
 
 @torch.no_grad()
@@ -96,13 +99,14 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
         rule = find_rule(model, seen, delta, tolerance)
         if not delta and _adds_positions(dense):
             rule = PositionRule(reason=_ADDED)
+    decoder = _find_decoder(dense, lean, seen)
+    composes = composer(decoder, rule)
     if stateful:
         rule = PositionRule(reason=_STATES)
-    decoder = _find_decoder(dense, lean, seen)
     if decoder.is_fast:
         keeps = keeps_what_it_reads(decoder, shapes)
         decoder = replace(decoder, keeps_what_it_reads=keeps)
-    return Examined(decoder, shapes, rule)
+    return Examined(decoder, shapes, rule, composes)
 
 
 def _find_decoder(dense: Decoder, lean: LeanModel | None, seen: Recording) -> Decoder:

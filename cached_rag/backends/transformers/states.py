@@ -1,9 +1,9 @@
 """Layers that keep something else than keys and values: recurrent ones, and short convolutions.
 
 A recurrent layer, such as a gated delta net or Mamba 2, has read a prompt's tokens into a state of
-fixed size. It cannot be cut back, moved or put together of parts (in general), so what can be kept
-is the state at one place, exactly: a snapshot, from which any prompt that begins with the same
-tokens goes on. transformers' own cache layers hold the tensors.
+fixed size. It cannot be cut back, so what can be kept exactly is the state at one place: a
+snapshot, from which any prompt that begins with the same tokens goes on. (`compose.py` puts states
+together of parts.) transformers' own cache layers hold the tensors.
 
 A short convolution (LFM2) keeps a token's input, as wide as the model, where an attention layer
 keeps keys and values; it does not depend on position. So it is one more thing to store, place and
@@ -14,7 +14,7 @@ computed in this pass or earlier. Knows transformers; knows no prompt.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,10 +46,21 @@ class LayerStates:
 
     def copy(self) -> LayerStates:
         """The same, which goes on by itself."""
-        return LayerStates([_copied(layer) for layer in self.layers], self.length)
+        return LayerStates([copied_layer(layer) for layer in self.layers], self.length)
 
     def packed(self) -> torch.Tensor:
-        """See `States`: a safetensors file's bytes, in which flags are numbers."""
+        """See `States`: a safetensors file's bytes."""
+        return torch.frombuffer(bytearray(save(self.tensors())), dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(
+        cls, config: Any, data: torch.Tensor, length: int, device: torch.device
+    ) -> LayerStates:
+        """What `packed` gave, of a model with this configuration."""
+        return cls.of(config, load(data.numpy().tobytes()), length, device)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of it on the CPU, by layer, name and part; flags are numbers."""
         held: dict[str, torch.Tensor] = {}
         for number, layer in enumerate(self.layers):
             for name in (*_TENSORS, *_FLAGS, *_SIZES):
@@ -57,15 +68,15 @@ class LayerStates:
                     if given is not None:
                         tensor = torch.as_tensor(given).detach().cpu().contiguous()
                         held[f"{number}.{name}.{part}"] = tensor
-        return torch.frombuffer(bytearray(save(held)), dtype=torch.uint8)
+        return held
 
     @classmethod
-    def unpacked(
-        cls, config: Any, data: torch.Tensor, length: int, device: torch.device
+    def of(
+        cls, config: Any, tensors: Mapping[str, torch.Tensor], length: int, device: torch.device
     ) -> LayerStates:
-        """What `packed` gave, of a model with this configuration."""
+        """What has these `tensors`."""
         found = cls(DynamicCache(config=config).layers, length)
-        for key, tensor in load(data.numpy().tobytes()).items():
+        for key, tensor in tensors.items():
             number, name, part = key.split(".")
             given: Any = tensor.to(device)
             if name not in _TENSORS:
@@ -85,7 +96,8 @@ class LayerStates:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 
-def _copied(layer: Any) -> Any:
+def copied_layer(layer: Any) -> Any:
+    """A cache layer with copies of its states, if it has any."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         return layer
     found = copy.copy(layer)

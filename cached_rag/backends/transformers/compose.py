@@ -1,0 +1,197 @@
+"""What a chunk's tokens do to the states of recurrent layers, whatever these are before it.
+
+A gated delta net or Mamba 2 reads tokens into a state S by S <- M S + B, and M and B depend on the
+tokens' inputs alone. So the same holds of a whole chunk: M is the product of its tokens' matrices.
+Kept with the KV of the attention layers, it lets a chunk follow anything: the state behind it is a
+product, and nothing is computed again. That is for recurrent layers what moved keys are for
+attention, and approximate in the same way: the inputs are those that the chunk had where it was
+encoded. Of a Mamba 2's head M is a number.
+
+M is found by running the layer's own module from other states, so it is what the module does,
+whatever that is made of; one that is not affine in its state is found out, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from transformers.cache_utils import Cache
+
+from cached_rag.backends.transformers.decoder import Decoder
+from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.backends.transformers.states import LayerStates, copied_layer
+from cached_rag.errors import ModelError
+from cached_rag.kv.buffer import KVBuffer, States
+from cached_rag.kv.positions import PositionRule
+
+# What modules that keep a state call their decay.
+_DECAY = "A_log"
+# Largest error of the states that an affine map gives, and by how much entries of M may differ that
+# are one number but for rounding.
+_TOLERANCE = 1e-3
+_SAME = 1e-5
+_MATRIX = "matrix"
+Parts = dict[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StateComposer:
+    """Composes the states of a model's layers; implements `backends.base.Composer`.
+
+    Attributes:
+        decoder: the model.
+        rule: how the keys of its attention layers depend on position.
+    """
+
+    decoder: Decoder
+    rule: PositionRule
+
+    @torch.inference_mode()
+    def compute(
+        self, buffer: KVBuffer, token_ids: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """See `backends.base.Composer`."""
+        device = buffer.keys.device
+        with _watched(self.decoder) as calls:
+            prefill_rows(self.decoder, buffer, token_ids.to(device), slots, num_logits=0)
+        assert isinstance(buffer.states, LayerStates)
+        offsets, matrices = buffer.states.copy(), dict[str, torch.Tensor]()
+        for call in calls:
+            found, layer = call.change(buffer.states.layers[call.index]), offsets.layers[call.index]
+            for part, (matrix, offset) in found.items():
+                layer.recurrent_states[part] = offset
+                matrices[f"{call.index}.{_MATRIX}.{part}"] = matrix.cpu().contiguous()
+        return torch.frombuffer(bytearray(save(offsets.tensors() | matrices)), dtype=torch.uint8)
+
+    @torch.inference_mode()
+    def behind(self, states: States, change: torch.Tensor, length: int) -> LayerStates:
+        """See `backends.base.Composer`."""
+        assert isinstance(states, LayerStates)
+        held = load(change.numpy().tobytes())
+        matrices = {key: held.pop(key) for key in [*held] if _MATRIX in key.split(".")}
+        device = next(self.decoder.model.parameters()).device
+        found = LayerStates.of(self.decoder.model.config, held, length, device)
+        for key, matrix in matrices.items():
+            layer, _, part = key.split(".")
+            before = states.layers[int(layer)].recurrent_states[int(part)]
+            offset = found.layers[int(layer)].recurrent_states[int(part)]
+            offset += _times(matrix.to(device), before)
+        return found
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How a layer's module was called, and its cache before."""
+
+    index: int
+    module: Any
+    given: dict[str, Any]
+    name: str
+    before: Any
+
+    def change(self, after: Any) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """M and B of each part of the state.
+
+        Args:
+            after: the cache after the call.
+        """
+        own: Parts = {n: t for n, t in self.before.recurrent_states.items() if t is not None}
+        offsets = self._from({n: torch.zeros_like(t) for n, t in own.items()})
+        ones = self._from({n: torch.ones_like(t) for n, t in own.items()})
+        found = {}
+        for part, state in own.items():
+            matrix = (ones[part] - offsets[part]).float()
+            mean = matrix.mean(dim=(-2, -1), keepdim=True)
+            rounding = _SAME * max(1.0, float(offsets[part].abs().max()))
+            if float((matrix - mean).abs().max()) <= rounding:
+                matrix = mean
+            else:
+                matrix = self._matrix(part, own, offsets[part])
+            there = _times(matrix, state) + offsets[part]
+            reached = after.recurrent_states[part]
+            if not float((there - reached).abs().max()) <= _TOLERANCE * float(reached.abs().max()):
+                raise ModelError(
+                    f"chunks of this model cannot be composed: the state of layer {self.index} "
+                    f'({type(self.module).__name__}) is no matrix times the one before; use "auto"'
+                )
+            found[part] = matrix, offsets[part]
+        return found
+
+    def _matrix(self, part: int, own: Parts, offset: torch.Tensor) -> torch.Tensor:
+        """M, whose columns are what the module makes of states with a single 1."""
+        *_, size, width = own[part].shape
+        columns = []
+        for first in range(0, size, width):
+            count = min(width, size - first)
+            start = torch.zeros_like(own[part])
+            start[..., first : first + count, :count] = torch.eye(count, device=start.device)
+            columns.append((self._from(own | {part: start})[part] - offset)[..., :count])
+        return torch.cat(columns, dim=-1).float()
+
+    def _from(self, states: Parts) -> Parts:
+        """The states that the module comes to from these."""
+        layer = copied_layer(self.before)
+        layer.recurrent_states = {n: state.clone() for n, state in states.items()}
+        cache = Cache(layers=[layer] * (self.index + 1))
+        self.module.forward(**self.given | {self.name: cache})
+        return {n: layer.recurrent_states[n] for n in states}
+
+
+def _times(matrix: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """M S: of each head a number times its state, or a matrix times it."""
+    moved = matrix * state if matrix.shape[-1] == 1 else matrix @ state.float()
+    return moved.to(state.dtype)
+
+
+def composer(decoder: Decoder, rule: PositionRule) -> StateComposer | None:
+    """What composes a model's states; None if its keys cannot be moved, or its states are unknown.
+
+    Args:
+        rule: how keys of its attention layers depend on position.
+    """
+    keepers = [_keeper(decoder, one.module) for one in decoder.layers if one.is_stateful]
+    is_known = bool(keepers) and None not in keepers
+    return StateComposer(decoder, rule) if is_known and rule.is_movable else None
+
+
+def _keeper(decoder: Decoder, layer: torch.nn.Module) -> Any:
+    """The innermost module of a layer that has a decay and is given the cache; None for none."""
+    found: Any = None
+    for module in layer.modules():
+        takes_cache = decoder.cache_name in inspect.signature(module.forward).parameters
+        if takes_cache and any(hasattr(one, _DECAY) for one in module.modules()):
+            found = module
+    return found
+
+
+@contextmanager
+def _watched(decoder: Decoder) -> Iterator[list[_Call]]:
+    """Inside this context, calls of modules that keep states are noted, with the state before."""
+    calls: list[_Call] = []
+
+    def note(index: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = list(inspect.signature(module.forward).parameters)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        (name,) = (name for name, value in given.items() if isinstance(value, Cache))
+        before = copied_layer(given[name].layers[index])
+        calls.append(_Call(index, module, given, name, before))
+
+    handles = [
+        _keeper(decoder, layer.module).register_forward_pre_hook(
+            partial(note, index), with_kwargs=True
+        )
+        for index, layer in enumerate(decoder.layers)
+        if layer.is_stateful
+    ]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
