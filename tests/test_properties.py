@@ -22,8 +22,9 @@ from cached_rag import ConfigError, Hit, Schema
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import DocumentError, PMLError, StoreError
-from cached_rag.kv.blob import Int8Codec, RawCodec, _checksum, contents, opened
+from cached_rag.kv.blob import _checksum, contents, opened
 from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.codecs import Int4Codec, Int8Codec, RawCodec
 from cached_rag.kv.tensor_file import TensorFile
 from cached_rag.library.matching import ANCHOR, ChunkTable, align, record_of
 from cached_rag.pml.nodes import Text, walk
@@ -144,7 +145,7 @@ def test_matches_are_chunks_apart_from_each_other_with_their_own_tokens(texts, a
 # KV files ----------------------------------------------------------------------------------------
 
 KV = ModuleKV((5, 6, 7), 4, torch.randn(2, 1, 3, 4), torch.randn(2, 1, 3, 4))
-CODECS = {"raw": RawCodec(), "int8": Int8Codec()}
+CODECS = {"raw": RawCodec(), "int8": Int8Codec(), "int4": Int4Codec()}
 FILES = {name: save(*contents("key", KV, codec)) for name, codec in CODECS.items()}
 
 

@@ -12,8 +12,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from cached_rag.backends.base import Backend
@@ -23,12 +24,14 @@ from cached_rag.errors import ConfigError, EvaluationError
 from cached_rag.evaluation.data import Example, Questions, is_long, load_examples, messages
 from cached_rag.evaluation.measure import Measurement, figures, read, right
 from cached_rag.evaluation.summary import POOLED
+from cached_rag.kv.codecs import CODEC_NAMES
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import PRIMER, primer
 from cached_rag.methods import has_own_ratio
 
-# What stands before a chunk while it is encoded; some take a number: `primer:2`.
-ENCODINGS = ("alone", "prefix", "primer", "both", "apart")
+# What stands before a chunk while it is encoded; some take a number: `primer:2`. Or the default, as
+# a codec gives it back.
+ENCODINGS = ("alone", "prefix", "primer", "both", "apart", "int8", "int4")
 _COUNTED = ("primer", "both")
 _DEFAULT_ENCODING = "both"  # `StoreConfig.first_exact`
 _WITHOUT_RATIO = {"full": 1.0, "prefix": 1.0, "reuse": 0.0}
@@ -119,6 +122,7 @@ class EncodedEngines:
         """
         self._model, self._long = model, long
         self._engines: dict[str, Engine] = {}
+        self._folders: list[TemporaryDirectory[str]] = []
 
     def engine(
         self, encoding: str, chunks: Sequence[str], document: tuple[str, ...] = ()
@@ -129,22 +133,30 @@ class EncodedEngines:
             encoding: as in `Trial.encoding`; empty to encode nothing.
             document: all chunks of the document that they are from, as `Example.document`.
         """
+        kind, _, count = encoding.partition(":")
         if encoding not in self._engines:
-            self._engines[encoding] = Engine(self._model, _APART)
+            self._engines[encoding] = Engine(self._model, self._settings(kind))
         engine = self._engines[encoding]
         if not encoding:
             return engine
-        kind, _, count = encoding.partition(":")
         head = None
         if kind != "alone":
             head = engine.head(messages([_MARK], "?", long=self._long), _MARK)
-        context = primer(int(count or 1)) if kind in ("primer", "apart", "both") else None
-        if kind == "both":  # so that KV of a prompt's first chunk is exact
+        context = None if kind in ("alone", "prefix") else primer(int(count or 1))
+        if kind in ("both", *CODEC_NAMES):  # so that KV of a prompt's first chunk is exact
             engine.encode(chunks, head, context=None)
         if kind != "apart" and document:
             engine.encode([document], head, context=context)
         engine.encode(chunks, head, context=context)
         return engine
+
+    def _settings(self, kind: str) -> StoreConfig:
+        """With the name of a codec, all KV is read from a disk, as it is written there."""
+        if kind not in CODEC_NAMES:
+            return _APART
+        folder = TemporaryDirectory(prefix="cached-rag-")
+        self._folders.append(folder)
+        return replace(_APART, path=folder.name, codec=kind, memory_bytes=0)
 
     def rows(
         self, example: Example, trials: Sequence[Trial], *, generates: bool

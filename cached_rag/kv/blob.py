@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import xxhash
 from safetensors.torch import save_file
 
-from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
+from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.buffer import Change, ModuleKV
+from cached_rag.kv.codecs import Codec, KeysAndValues, Tensors
 from cached_rag.kv.layers import Ragged, stacks_of
 from cached_rag.kv.tensor_file import TensorFile
 
@@ -38,92 +38,6 @@ _UNSIGNED = (
     "this KV is not signed, and only what is signed with signing_key is used here; it is kept "
     "until its text is encoded again"
 )
-Tensors = dict[str, torch.Tensor]
-KeysAndValues = tuple[torch.Tensor, torch.Tensor]
-
-
-class Codec(Protocol):
-    """Turns a module into named tensors and back."""
-
-    name: str
-
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
-        """Contiguous tensors on the CPU that hold (num_layers, heads, seq_len, dim) KV.
-
-        The first axis of each is num_layers, so that layers can be read one by one.
-        """
-        ...
-
-    def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
-        """The keys and values again, in `dtype`.
-
-        Raises:
-            KeyError: the tensors are not what `encode` gave.
-        """
-        ...
-
-
-class RawCodec:
-    """Keys and values as they are, in the model's dtype."""
-
-    name = "raw"
-
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
-        """`keys` and `values`, (num_layers, num_kv_heads, seq_len, dim)."""
-        return {"keys": keys.contiguous().cpu(), "values": values.contiguous().cpu()}
-
-    def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
-        """The same tensors; `dtype` is theirs already."""
-        return tensors["keys"], tensors["values"]
-
-
-class Int8Codec:
-    """8-bit integers with one fp32 scale per layer, head and token, for keys and for values.
-
-    An entry's error is at most 1/254 of the largest entry of the same layer, head and token.
-    """
-
-    name = "int8"
-
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
-        """`keys`, `values` as int8 and their scales, (num_layers, num_kv_heads, seq_len, 1)."""
-        found = {}
-        for name, side in (("key", keys), ("value", values)):
-            found[f"{name}s"], found[f"{name}_scales"] = _quantize(side)
-        return found
-
-    def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
-        """Integers times scales, rounded once to `dtype`."""
-        keys = _dequantize(tensors["keys"], tensors["key_scales"], dtype)
-        return keys, _dequantize(tensors["values"], tensors["value_scales"], dtype)
-
-
-def _quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    exact = tensor.float().cpu()
-    largest = exact.abs().amax(dim=-1, keepdim=True) if exact.shape[-1] else exact.sum(-1, True)
-    scales = largest / 127
-    steps = exact / scales.clamp_min(torch.finfo(torch.float32).tiny)
-    return steps.round_().clamp_(-127, 127).to(torch.int8).contiguous(), scales.contiguous()
-
-
-def _dequantize(integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return integers.float().mul_(scales).to(dtype)
-
-
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), Int8Codec())}
-
-CODEC_NAMES = tuple(_CODECS)
-
-
-def codec_by_name(name: str) -> Codec:
-    """The codec of that name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in _CODECS:
-        raise ConfigError(f"codec {name!r} is not one of {', '.join(sorted(_CODECS))}")
-    return _CODECS[name]
 
 
 class SigningError(StoreError):

@@ -17,16 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError, StoreFullError
-from cached_rag.kv.blob import (
-    SIGNED,
-    SigningError,
-    StoredKV,
-    codec_by_name,
-    is_signed,
-    open_blob,
-    write_blob,
-)
+from cached_rag.kv.blob import SIGNED, SigningError, StoredKV, is_signed, open_blob, write_blob
 from cached_rag.kv.buffer import LayerSource, ModuleKV
+from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.database import BRIEFLY_S, Problem
 from cached_rag.kv.entries import Entries, Entry
 from cached_rag.kv.files import DraftFiles, make_folder

@@ -22,8 +22,8 @@ from cachetools import LRUCache, TTLCache
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError
-from cached_rag.kv.blob import CODEC_NAMES, codec_by_name
 from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.codecs import CODEC_NAMES, codec_by_name
 from cached_rag.kv.tiers import IsWanted, Outbox
 from cached_rag.kv.transports import Transport, open_transport, shown
 from cached_rag.kv.wire import HEADS_BYTES, Head, Sizes, Wire

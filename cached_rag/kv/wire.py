@@ -18,8 +18,9 @@ import xxhash
 from safetensors.torch import save
 
 from cached_rag.errors import CorruptBlobError
-from cached_rag.kv.blob import Codec, contents, opened
+from cached_rag.kv.blob import contents, opened
 from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.codecs import Codec
 from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.tensor_file import TensorFile
 

@@ -75,8 +75,9 @@ _NARROW = {
 }
 # Those that people run, and what the defaults leave open.
 _PUBLISHED: dict[str, dict[str, Any]] = {
-    **{"gemma4_text": {}, "gpt_oss": {}, "llama4_text": {}, "granite_swa": {}, "deepseek_v3": {}},
+    **{"gemma4_text": {}, "gpt_oss": {}, "llama4_text": {}, "deepseek_v3": {}},
     **{"glm4_moe_lite": {}, "qwen3_5_text": {}, "qwen3_next": {}, "falcon_h1": {}},
+    "granite_swa": {"hidden_size": 160},
     "gemma3n_text": {"intermediate_size": [96] * 35},
     "lfm2": {"num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14]},
     "kimi_linear": {},

@@ -10,8 +10,9 @@ from conftest import CHUNKS, alike, ask, random_ids, tiny_model
 
 from cached_rag import Engine, StoreConfig
 from cached_rag.errors import CorruptBlobError
-from cached_rag.kv.blob import codec_by_name, contents, opened
+from cached_rag.kv.blob import contents, opened
 from cached_rag.kv.buffer import KVBuffer, LayerLoader, ModuleKV
+from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.layers import Ragged
 from cached_rag.kv.tensor_file import TensorFile
 from cached_rag.kv.wire import Sizes

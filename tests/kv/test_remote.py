@@ -20,8 +20,9 @@ from servers import Proxy, Server, free_port, redis_server, s3_server
 
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
 from cached_rag.kv import remote, wire
-from cached_rag.kv.blob import codec_by_name, contents
+from cached_rag.kv.blob import contents
 from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.layers import KVShapes, LayerShape
 from cached_rag.kv.remote import Breaker, RemoteTier
 from cached_rag.kv.tiers import Outbox
