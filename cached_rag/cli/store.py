@@ -174,7 +174,7 @@ def _compact(path: Path) -> int:
 def _make_room(
     store: DiskStore, databases: Sequence[Path], max_bytes: int | None
 ) -> tuple[int, int]:
-    """Make room on a full disk for writing databases anew, by what was least recently used.
+    """Make room on a full disk for writing databases anew, by what nobody asks for.
 
     A file goes before its row does, which takes no room.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -122,7 +122,13 @@ class EncodedEngines:
         """
         self._model, self._long = model, long
         self._engines: dict[str, Engine] = {}
-        self._folders: list[TemporaryDirectory[str]] = []
+        self._folders = ExitStack()
+
+    def close(self) -> None:
+        """Release what is on disk."""
+        for engine in self._engines.values():
+            engine.close()
+        self._folders.close()
 
     def engine(
         self, encoding: str, chunks: Sequence[str], document: tuple[str, ...] = ()
@@ -154,9 +160,8 @@ class EncodedEngines:
         """With the name of a codec, all KV is read from a disk, as it is written there."""
         if kind not in CODEC_NAMES:
             return _APART
-        folder = TemporaryDirectory(prefix="cached-rag-")
-        self._folders.append(folder)
-        return replace(_APART, path=folder.name, codec=kind, memory_bytes=0)
+        folder = self._folders.enter_context(TemporaryDirectory(prefix="cached-rag-"))
+        return replace(_APART, path=folder, codec=kind, memory_bytes=1)
 
     def rows(
         self, example: Example, trials: Sequence[Trial], *, generates: bool
@@ -357,11 +362,11 @@ def evaluate(
     """
     sets = {path: settings.asked(path) for path in settings.data}
     for path, examples in sets.items():
-        engines = EncodedEngines(engine.model, long=is_long(load_examples(path)))
-        for done, example in enumerate(examples, 1):
-            about = path.stem, example.digest
-            missing = [t for t in settings.trials if (*about, t.name, t.ratio) not in journal]
-            if missing:
-                for row in engines.rows(example, missing, generates=settings.questions.answers):
-                    journal.add({"data": path.stem, **row})
-            progress(path.stem, done, len(examples))
+        with closing(EncodedEngines(engine.model, long=is_long(load_examples(path)))) as engines:
+            for done, example in enumerate(examples, 1):
+                about = path.stem, example.digest
+                missing = [t for t in settings.trials if (*about, t.name, t.ratio) not in journal]
+                if missing:
+                    for row in engines.rows(example, missing, generates=settings.questions.answers):
+                        journal.add({"data": path.stem, **row})
+                progress(path.stem, done, len(examples))

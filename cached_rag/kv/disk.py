@@ -114,7 +114,7 @@ class DiskStore:
             self._drop(entry)
             raise
         if found is not None:
-            self._entries.touch(entry)
+            self._entries.touch(entry.key, entry.codec)
             return found
         self._drop(entry)
         if self._entry(key) in (None, entry):
@@ -124,6 +124,11 @@ class DiskStore:
     def _opened(self, entry: Entry, token_ids: Sequence[int] | None) -> StoredKV | None:
         codec, path = codec_by_name(entry.codec), self._file(entry)
         return open_blob(path, entry.key, token_ids, codec, entry.checksum, self._secret)
+
+    def touch(self, key: str) -> None:
+        """See `KVStore.touch`. Where nothing ever leaves, uses are not counted."""
+        if self.max_bytes is not None:
+            self._entries.touch(key, self.codec.name)
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Keep a module; see `KVStore.put`.
@@ -153,10 +158,7 @@ class DiskStore:
                 replaced = self._entry(entry.key)
                 if replaced and not self._secret and not self._is_usable(replaced):
                     raise SigningError(SIGNED)
-                self._entries.put(connection, entry)
-                gone = [replaced] if replaced else []
-                if self.max_bytes is not None:
-                    gone += self._entries.evict(connection, self.max_bytes)
+                gone = self._entries.put(connection, entry, self.max_bytes)
                 os.replace(draft, path)
                 self._unlink(gone)
         except BaseException:
@@ -172,7 +174,7 @@ class DiskStore:
     def delete(self, key: str) -> bool:
         """Delete a key's files of all codecs; says whether there was any."""
         with self._database.transaction() as connection:
-            gone = self._entries.remove(connection, self._entries.of_key(key))
+            gone = self._entries.delete(connection, key)
             self._unlink(gone)
         return bool(gone)
 
@@ -204,7 +206,7 @@ class DiskStore:
         return [Problem(entry.key, reason)] if is_kept else []
 
     def prune(self, max_bytes: int | None = None) -> tuple[int, int]:
-        """Remove litter, then the least recently used files until `max_bytes` are left.
+        """Remove litter, then files until `max_bytes` are left (`eviction.py`).
 
         Rows without a file, which a killed process may leave, go, too.
 
@@ -278,7 +280,7 @@ class Handoff:
         Args:
             fingerprint: the model's; with another one nothing is found.
             codec: as in `StoreConfig`.
-            max_bytes: most bytes of KV; the least recently used leaves first.
+            max_bytes: most bytes of KV; what nobody has asked for leaves first.
 
         Raises:
             StoreError: it cannot be used.

@@ -1,4 +1,4 @@
-"""The table of a disk store: its files, and the order in which they were last used.
+"""The table of a disk store: its files, and the order in which they leave (see `eviction.py`).
 
 Knows SQLite; touches no file.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -14,18 +15,24 @@ from sqlite3 import Connection
 
 from cached_rag.errors import StoreError
 from cached_rag.kv.database import BRIEFLY_S, Database
+from cached_rag.kv.eviction import MOST_USES, SMALL_SHARE
 
 _log = logging.getLogger(__name__)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     key TEXT NOT NULL, codec TEXT NOT NULL, name TEXT NOT NULL, nbytes INTEGER NOT NULL,
-    checksum TEXT NOT NULL, last_used INTEGER NOT NULL, PRIMARY KEY (key, codec)
+    checksum TEXT NOT NULL, is_main INTEGER NOT NULL, turn INTEGER NOT NULL, uses INTEGER NOT NULL,
+    PRIMARY KEY (key, codec)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_last_use ON files (last_used);
+CREATE INDEX IF NOT EXISTS by_turn ON files (is_main, turn);
+CREATE TABLE IF NOT EXISTS gone (
+    key TEXT NOT NULL, codec TEXT NOT NULL, turn INTEGER NOT NULL, PRIMARY KEY (key, codec)
+) WITHOUT ROWID;
 """
 _SELECT = "SELECT key, codec, name, nbytes, checksum FROM files"
-# Uses are counted, not timed: clocks go back.
-_NOW = "(SELECT coalesce(max(last_used), 0) + 1 FROM files)"
+# Turns are counted, not timed: clocks go back.
+_NOW = "(SELECT coalesce(max(turn), 0) + 1 FROM files)"
+_THIS = "key = ? AND codec = ?"
 # Uses are written down in batches, so that not every hit costs a transaction.
 _USES_KEPT = 64
 
@@ -62,7 +69,7 @@ class Entries:
 
     def __init__(self, path: Path) -> None:
         self.database = Database(path, _SCHEMA)
-        self._used: dict[tuple[str, str], None] = {}  # in order of use
+        self._used = Counter[tuple[str, str]]()
         self._uses = 0
         self._lock = threading.Lock()
 
@@ -82,17 +89,28 @@ class Entries:
 
     def find(self, key: str, codec: str) -> Entry | None:
         """A key's entry in a codec, or None."""
-        found = self.database.read(Entry, f"{_SELECT} WHERE key = ? AND codec = ?", key, codec)
+        found = self.database.read(Entry, f"{_SELECT} WHERE {_THIS}", key, codec)
         return found[0] if found else None
 
     def of_key(self, key: str) -> list[Entry]:
         """A key's entries, in all codecs."""
         return self.database.read(Entry, f"{_SELECT} WHERE key = ?", key)
 
-    def put(self, connection: Connection, entry: Entry) -> None:
-        """Add an entry, as the last used, in place of the key's other one in the codec."""
-        sql = f"INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, {_NOW})"
-        connection.execute(sql, astuple(entry))
+    def put(
+        self, connection: Connection, entry: Entry, max_bytes: int | None = None
+    ) -> list[Entry]:
+        """Add an entry, as the last of its queue; returns those that it replaces or pushes out."""
+        this = (entry.key, entry.codec)
+        replaced = self.database.read(Entry, f"{_SELECT} WHERE {_THIS}", *this)
+        before = self.database.rows(f"SELECT is_main, uses FROM files WHERE {_THIS}", *this)
+        is_back = connection.execute(f"DELETE FROM gone WHERE {_THIS}", this).rowcount
+        is_main, uses = before[0] if before else (is_back, 0)
+        gone = self.remove(connection, replaced)
+        if max_bytes is not None:
+            gone += self.evict(connection, max_bytes, entry.nbytes)
+        sql = f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {_NOW}, ?)"
+        connection.execute(sql, (*astuple(entry), is_main, uses))
+        return gone
 
     def remove(self, connection: Connection, entries: Iterable[Entry]) -> list[Entry]:
         """Take out entries, but none that has replaced them; returns those that were there."""
@@ -103,22 +121,49 @@ class Entries:
             if connection.execute(sql, (entry.key, entry.codec, entry.name)).rowcount
         ]
 
-    def evict(self, connection: Connection, max_bytes: int) -> list[Entry]:
-        """Take out the least recently used entries until `max_bytes` are left; returns them."""
-        excess = self.nbytes() - max_bytes
-        gone: list[Entry] = []
-        oldest = f"{_SELECT} ORDER BY last_used LIMIT 1"
-        while excess > 0 and (found := self.database.read(Entry, oldest)):
-            gone += self.remove(connection, found)
-            excess -= found[0].nbytes
+    def delete(self, connection: Connection, key: str) -> list[Entry]:
+        """Take out a key's entries, and forget that there were any; returns them."""
+        connection.execute("DELETE FROM gone WHERE key = ?", (key,))
+        return self.remove(connection, self.of_key(key))
+
+    def evict(self, connection: Connection, max_bytes: int, room: int = 0) -> list[Entry]:
+        """Take out entries until `max_bytes` are left, less some room; returns them."""
+        excess, gone = self.nbytes() + room - max_bytes, list[Entry]()
+        small = "SELECT coalesce(sum(nbytes), 0) FROM files WHERE NOT is_main"
+        oldest = f"{_SELECT} WHERE is_main = ? ORDER BY turn LIMIT 1"
+        while excess > 0:
+            is_small = self.database.read(int, small)[0] >= SMALL_SHARE * max_bytes
+            queues = [self.database.read(Entry, oldest, is_main) for is_main in (0, 1)]
+            found = queues[not is_small] or queues[is_small]
+            if not found:
+                break
+            if not self._goes_on(connection, found[0]):
+                gone += self.remove(connection, found)
+                excess -= found[0].nbytes
         return gone
 
-    def touch(self, entry: Entry) -> None:
+    def _goes_on(self, connection: Connection, entry: Entry) -> bool:
+        """Whether an entry whose turn it is was used, and so gets another one in the main queue."""
+        used = f"UPDATE files SET uses = (uses - 1) * is_main, is_main = 1, turn = {_NOW}"
+        if connection.execute(f"{used} WHERE {_THIS} AND uses", (entry.key, entry.codec)).rowcount:
+            return True
+        self._remember(connection, entry)
+        return False
+
+    def _remember(self, connection: Connection, entry: Entry) -> None:
+        """Note what leaves the small queue: the last ones, as many as there are files."""
+        turn = "(SELECT coalesce(max(turn), 0) + 1 FROM gone)"
+        row = f"SELECT key, codec, {turn} FROM files WHERE {_THIS} AND NOT is_main"
+        connection.execute(f"INSERT OR REPLACE INTO gone {row}", (entry.key, entry.codec))
+        connection.execute(
+            "DELETE FROM gone WHERE turn <= (SELECT turn FROM gone ORDER BY turn DESC"
+            " LIMIT 1 OFFSET (SELECT count(*) FROM files))"
+        )
+
+    def touch(self, key: str, codec: str) -> None:
         """Count a use."""
         with self._lock:
-            use = (entry.key, entry.codec)
-            self._used.pop(use, None)
-            self._used[use] = None
+            self._used[key, codec] += 1
             self._uses += 1
             is_due = self._uses % _USES_KEPT == 0
         if is_due:
@@ -127,14 +172,14 @@ class Entries:
     def flush(self) -> None:
         """Write down uses; if another process is in the way, they wait for the next time."""
         with self._lock:
-            used, self._used = self._used, {}
+            used, self._used = self._used, Counter()
         if not used:
             return
         try:
             with self.database.transaction(BRIEFLY_S) as connection:
-                sql = f"UPDATE files SET last_used = {_NOW} WHERE key = ? AND codec = ?"
-                connection.executemany(sql, used)
+                sql = f"UPDATE files SET uses = min({MOST_USES}, uses + ?) WHERE {_THIS}"
+                connection.executemany(sql, [(count, *this) for this, count in used.items()])
         except StoreError as error:
             _log.info("uses of KV are written down later: %s", error)
             with self._lock:
-                self._used = dict.fromkeys([*used, *self._used])
+                self._used.update(used)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
-from cachetools import LRUCache
 
 from cached_rag.errors import CorruptBlobError, StoreFullError
 from cached_rag.kv.blob import SigningError
 from cached_rag.kv.buffer import LayerSource, ModuleKV
+from cached_rag.kv.eviction import Evicting
 from cached_rag.kv.layers import each
 
 _log = logging.getLogger(__name__)
@@ -58,8 +58,12 @@ class KVStore(Protocol):
         """As `get`, but a module on disk is not read: each layer is when it is asked for."""
         ...
 
+    def touch(self, key: str) -> None:
+        """Count a use of an entry that a faster store had."""
+        ...
+
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
-        """Keep a module; replaces an entry of the same key; may evict others, least recent first.
+        """Keep a module; replaces an entry of the same key; may evict others (`eviction.py`).
 
         Args:
             wanted: called when no `delete` can come in between; nothing is kept if it says no. So
@@ -86,13 +90,13 @@ class MemoryStore:
 
     def __init__(self, max_bytes: int, device: torch.device | None = None) -> None:
         self.max_bytes, self.device = max_bytes, device
-        self._entries: LRUCache[str, ModuleKV] = LRUCache(max_bytes, getsizeof=lambda kv: kv.nbytes)
+        self._entries: Evicting[ModuleKV] = Evicting(max_bytes, lambda kv: kv.nbytes)
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """Bytes held now."""
-        return int(self._entries.currsize)
+        return self._entries.nbytes
 
     @property
     def num_tokens(self) -> int:
@@ -109,15 +113,20 @@ class MemoryStore:
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """See `KVStore.get`."""
         with self._lock:
-            found: ModuleKV | None = self._entries.get(key)
+            found = self._entries.get(key)
             if found is not None and found.token_ids != tuple(token_ids):
-                del self._entries[key]
+                self._entries.pop(key)
                 raise CorruptBlobError(f"the entry {key} in memory belongs to other tokens.")
             return found
 
     def open(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """As `get`: all layers are there."""
         return self.get(key, token_ids)
+
+    def touch(self, key: str) -> None:
+        """See `KVStore.touch`."""
+        with self._lock:
+            self._entries.get(key)
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """See `KVStore.put`. If the tensors are views of larger ones, they are copied."""
@@ -130,7 +139,7 @@ class MemoryStore:
         kept = replace(kv, keys=keys, values=values)
         with self._lock:
             if wanted():
-                self._entries[key] = kept
+                self._entries.put(key, kept)
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor where the store is, that holds no larger one of which it was a view."""
@@ -145,7 +154,7 @@ class MemoryStore:
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""
         with self._lock:
-            return self._entries.pop(key, None) is not None
+            return self._entries.pop(key) is not None
 
 
 class TieredStore:
@@ -169,6 +178,8 @@ class TieredStore:
             CorruptBlobError: damaged in one tier, and in no other.
         """
         level, kv = self._first(lambda tier: tier.get(key, token_ids))
+        if kv is not None:
+            self._touch_below(level, key)
         if kv is None or not level:
             return kv
         self._keep(level, key, kv)
@@ -176,8 +187,18 @@ class TieredStore:
 
     def open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
         """As `get`, but unread, and left where it is."""
-        _, source = self._first(lambda tier: tier.open(key, token_ids))
+        level, source = self._first(lambda tier: tier.open(key, token_ids))
+        if source is not None:
+            self._touch_below(level, key)
         return source
+
+    def touch(self, key: str) -> None:
+        """See `KVStore.touch`."""
+        self._touch_below(-1, key)
+
+    def _touch_below(self, level: int, key: str) -> None:
+        for tier in self.tiers[level + 1 :]:
+            tier.touch(key)
 
     def _first(self, read: Callable[[KVStore], _T | None]) -> tuple[int, _T | None]:
         """The number of the first tier that has something, and what it has."""

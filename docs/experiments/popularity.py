@@ -1,7 +1,8 @@
 """Which chunks are worth their place, where few are asked for often: Zipf's law, and its traces.
 
 Of n chunks the i-th most popular is used with probability i^-s / H(n, s), where H is the sum of
-i^-s over all of them (Zipf 1949; for the web: Breslau et al. 1999, s = .64 to .83). Knows no KV.
+i^-s over all of them (Zipf 1949; for the web: Breslau et al. 1999, s = .64 to .83). What the
+store would keep is asked of its own queues.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from cached_rag.kv.eviction import Evicting
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,12 +30,14 @@ class HitRow:
     Attributes:
         kept: share of the chunks that are kept.
         lru: those that were used last.
+        store: what the store keeps.
         counted: those that were used most in the half of the trace before.
         known: those that are the most popular in truth, which is the most that can be had.
     """
 
     kept: float
     lru: float
+    store: float
     counted: float
     known: float
 
@@ -70,6 +75,7 @@ def hit_rates(
 ) -> list[HitRow]:
     """Replay a trace: its first half makes the caches warm, its second half is counted."""
     half = len(trace) // 2
+    chunks = max(chunks, int(trace.max()) + 1)
     counts = np.bincount(trace[:half], minlength=chunks)
     ranked = np.argsort(-counts, kind="stable")
     rows = []
@@ -79,20 +85,63 @@ def hit_rates(
         is_kept[ranked[:size]] = True
         known = harmonic(size, exponent) / harmonic(chunks, exponent)
         counted = float(is_kept[trace[half:]].mean())
-        rows.append(HitRow(share, lru_hits(trace, size, half), counted, known))
+        lru, store = (hits(trace, cache, half) for cache in (LRU(size), Stored(size)))
+        rows.append(HitRow(share, lru, store, counted, known))
     return rows
 
 
-def lru_hits(trace: NDArray[np.int64], size: int, warm: int) -> float:
-    """Hit rate of a cache of the `size` chunks used last, from the use number `warm` on."""
-    cache: OrderedDict[int, None] = OrderedDict()
-    hits = 0
-    for number, chunk in enumerate(trace.tolist()):
-        if chunk in cache:
-            cache.move_to_end(chunk)
-            hits += number >= warm
-        else:
-            cache[chunk] = None
-            if len(cache) > size:
-                cache.popitem(last=False)
-    return hits / (len(trace) - warm)
+class Cache(Protocol):
+    """Keeps some chunks."""
+
+    def use(self, chunk: int) -> bool:
+        """Whether the chunk is there; it is kept if it is not."""
+
+
+class LRU:
+    """The chunks that were used last."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._kept = size, OrderedDict[int, None]()
+
+    def use(self, chunk: int) -> bool:
+        """See `Cache`."""
+        is_there = chunk in self._kept
+        self._kept[chunk] = None
+        self._kept.move_to_end(chunk)
+        if len(self._kept) > self._size:
+            self._kept.popitem(last=False)
+        return is_there
+
+
+class Stored:
+    """The chunks that the store keeps in memory."""
+
+    def __init__(self, size: int) -> None:
+        self._kept: Evicting[int] = Evicting(size, lambda _: 1)
+
+    def use(self, chunk: int) -> bool:
+        """See `Cache`."""
+        is_there = self._kept.get(str(chunk)) is not None
+        if not is_there:
+            self._kept.put(str(chunk), chunk)
+        return is_there
+
+
+def hits(trace: NDArray[np.int64], cache: Cache, warm: int) -> float:
+    """Share of uses that find their chunk, from the use number `warm` on."""
+    found = [cache.use(chunk) for chunk in trace.tolist()]
+    return sum(found[warm:]) / (len(trace) - warm)
+
+
+def moving(trace: NDArray[np.int64], chunks: int, uses: int = 5000) -> NDArray[np.int64]:
+    """A trace in which after so many uses every chunk is as popular as one 97 ranks away was."""
+    return (trace + np.arange(len(trace)) // uses * 97) % chunks
+
+
+def with_ingestion(trace: NDArray[np.int64], chunks: int, every: int = 5000) -> NDArray[np.int64]:
+    """A trace into which a fiftieth as many chunks come in now and then, used once."""
+    parts = []
+    for number, begin in enumerate(range(0, len(trace), every)):
+        new = chunks + number * (chunks // 50)
+        parts += [trace[begin : begin + every], np.arange(new, new + chunks // 50)]
+    return np.concatenate(parts)

@@ -165,7 +165,7 @@ class CachedRAGVectorStore(VectorStore):
         """Delete documents from the store inside, and KV that no other document needs.
 
         Without ids, what that store deletes is found out by `get_by_ids`; where it has none, KV
-        stays until it is the least recently used, and a warning says so.
+        stays until others need its room, and a warning says so.
         """
         before = self._recall(ids, self._held(self._unknown(ids)))
         done = self.vector_store.delete(ids, **kwargs)

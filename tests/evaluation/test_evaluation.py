@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import statistics
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -333,6 +334,18 @@ def test_primers_have_the_names_that_an_index_has(encoding, count):
     assert behind.context == primer(count).name
     both = encodings.engine(f"both:{count}", CHUNKS).library.encoded_after()
     assert {behind.context for behind in both} == {"", primer(count).name}
+
+
+def test_a_codec_is_an_encoding_that_is_read_back_from_disk():
+    keys = {}
+    with closing(EncodedEngines(tiny_model("llama"), long=False)) as encodings:
+        for encoding in ("both", "int8", "int4"):
+            library = encodings.engine(encoding, CHUNKS).library
+            ids = library.table.get(CHUNKS[0]).token_ids
+            behind = next(one for one in library.encoded_after() if one.context)
+            keys[encoding] = library.shelf.fetch(behind, ids).keys
+    errors = [(keys[name] - keys["both"]).abs().mean() for name in ("int8", "int4")]
+    assert 0 < errors[0] < errors[1] < 0.1 * keys["both"].abs().mean()
 
 
 def test_chunks_stand_behind_their_document_or_apart():

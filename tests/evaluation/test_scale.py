@@ -10,7 +10,16 @@ from typer.testing import CliRunner
 
 from cached_rag import ConfigError
 from docs.experiments import __main__ as cli
-from docs.experiments.popularity import earning, harmonic, hit_rates, lru_hits, zipf_trace
+from docs.experiments.popularity import (
+    LRU,
+    earning,
+    harmonic,
+    hit_rates,
+    hits,
+    moving,
+    with_ingestion,
+    zipf_trace,
+)
 from docs.experiments.scale import Constants, answer_seconds, places, scale_row, uses_needed
 
 KNOWN = Constants(tokens_per_s=1000, token_bytes=20_000, chunk_tokens=360, workers=10)
@@ -75,13 +84,17 @@ def test_a_trace_has_the_law_it_is_drawn_by():
 
 def test_an_lru_of_two_by_hand():
     # warm: 0 1; then 0 hits, 2 misses (1 goes), 1 misses (0 goes), 2 hits
-    assert lru_hits(np.array([0, 1, 0, 2, 1, 2]), size=2, warm=2) == 0.5
+    assert hits(np.array([0, 1, 0, 2, 1, 2]), LRU(2), warm=2) == 0.5
 
 
 def test_counting_beats_the_last_used_and_knowing_beats_both():
     trace = zipf_trace(2000, 100_000)
     for row in hit_rates(trace, 2000, [0.02, 0.1, 0.5]):
+        assert row.lru < row.store < row.known
         assert row.lru < row.counted < row.known + 0.01
+    for other in (moving(trace, 2000), with_ingestion(trace, 2000)):
+        (row,) = hit_rates(other, 2000, [0.1])
+        assert row.lru < row.store
     (whole,) = hit_rates(trace, 2000, [1.0])
     assert whole.counted == whole.known == 1
     assert 0.98 < whole.lru < 1  # each chunk's first use finds nothing

@@ -48,7 +48,7 @@ def scale(
 ) -> None:
     """Hours, bytes and dollars of 10^4 to 10^8 chunks, and which of them to keep."""
     from cached_rag.evaluation.machine import machine
-    from docs.experiments.popularity import hit_rates, zipf_trace
+    from docs.experiments.popularity import hit_rates, moving, with_ingestion, zipf_trace
     from docs.experiments.scale import Constants, answer_seconds, places, scale_row
 
     if tokens_per_s is None or token_bytes is None:
@@ -74,6 +74,8 @@ def scale(
         "scale": [scale_row(count, known) for count in counts],
         "places": places(counts, answers * per_answer, known, exponent),
         "hits": hit_rates(trace, small, shares, exponent),
+        "moving": hit_rates(moving(trace, small), small, shares, exponent),
+        "ingestion": hit_rates(with_ingestion(trace, small), small, shares, exponent),
     }
     if as_json:
         found = {name: [plain(row) for row in rows] for name, rows in tables.items()}
@@ -88,6 +90,8 @@ def scale(
     _show("chunks, prefilled once and kept for a month; prices in dollars", tables["scale"])
     _show(f"chunks that earn their place, with {answers:g} answers a month", tables["places"])
     _show(f"hits in a trace of {uses} uses of {small} chunks, by share kept", tables["hits"])
+    _show("the same, if what is popular changes", tables["moving"])
+    _show("the same, if chunks come in that nobody asks for", tables["ingestion"])
     print_machine(machine())
 
 

@@ -134,7 +134,7 @@ class CachedVectorStore(BasePydanticVectorStore):
         """Delete nodes and their KV.
 
         With filters, KV goes only if the store inside can say which nodes they meet; else it stays
-        until it is the least recently used, and a warning says so.
+        until others need its room, and a warning says so.
         """
         gone = self._ids(node_ids, filters)
         self.vector_store.delete_nodes(node_ids, filters, **delete_kwargs)

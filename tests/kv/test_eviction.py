@@ -1,0 +1,170 @@
+"""Which KV leaves: memory's queues, the disk's, and a slow twin of both do the same."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cached_rag.errors import StoreFullError
+from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.eviction import Evicting
+from cached_rag.kv.tiers import MemoryStore, TieredStore
+
+ROOM = 20
+
+
+class Twin:
+    """S3-FIFO by lists, as its paper's algorithm 1 says it: small, main, and what left small."""
+
+    def __init__(self, room):
+        self.room, self.small, self.main, self.gone, self.uses = room, [], [], [], {}
+
+    def use(self, key):
+        if key in self.uses:
+            self.uses[key] = min(3, self.uses[key] + 1)
+            return
+        while len(self.uses) >= self.room:
+            if len(self.small) * 10 >= self.room or not self.main:
+                self.leave_small()
+            else:
+                self.leave_main()
+        (self.main if key in self.gone else self.small).append(key)
+        self.gone = [one for one in self.gone if one != key]
+        self.uses[key] = 0
+
+    def leave_small(self):
+        key = self.small.pop(0)
+        if self.uses[key]:
+            self.main.append(key)
+            self.uses[key] = 0
+            return
+        del self.uses[key]
+        self.gone = [*self.gone, key][-len(self.uses) - 1 :]
+
+    def leave_main(self):
+        key = self.main.pop(0)
+        if self.uses[key]:
+            self.main.append(key)
+            self.uses[key] -= 1
+        else:
+            del self.uses[key]
+
+
+def used(cache, key):
+    if cache.get(key) is None:
+        cache.put(key, key)
+
+
+@given(st.lists(st.integers(0, 60), max_size=400))
+def test_memory_does_as_its_twin(trace):
+    cache, twin = Evicting(ROOM, lambda _: 1), Twin(ROOM)
+    for key in map(str, trace):
+        used(cache, key)
+        twin.use(key)
+        assert set(cache.values()) == set(twin.uses)
+        assert cache.nbytes == len(cache) <= ROOM
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=200))
+def test_bytes_keep_within_the_room(entries):
+    cache = Evicting(ROOM, lambda size: size)
+    for key, size in entries:
+        cache.put(str(key), size)
+        assert cache.get(str(key)) == size
+        assert cache.nbytes == sum(cache.values()) <= ROOM
+        if key % 7 == 0:
+            assert cache.pop(str(key)) == size
+            assert str(key) not in cache
+
+
+def test_texts_that_nobody_asks_for_do_not_push_out_those_that_are_asked_for():
+    cache, recent = Evicting(ROOM, lambda _: 1), {}
+    for _ in range(3):
+        for key in "abcdef":
+            used(cache, key)
+    for number in range(500):
+        used(cache, f"ingested {number}")
+        recent[number] = None  # control: by the last use all six would be gone
+    assert {*"abcdef"} <= {*cache.values()}
+    assert len(recent) > ROOM
+
+
+def test_what_was_popular_once_leaves_in_the_end():
+    cache = Evicting(ROOM, lambda _: 1)
+    for _ in range(50):
+        used(cache, "old")
+    for number in range(40 * ROOM):
+        used(cache, f"new {number % (ROOM + 5)}")
+    assert "old" not in cache
+
+
+def module(number):
+    """KV of one token, of its own key."""
+    values = torch.full((1, 1, 1, 64), float(number))
+    return ModuleKV((number,), 0, values, values.clone())
+
+
+def asked(store, number):
+    if store.get(f"{number:040}", (number,)) is None:
+        store.put(f"{number:040}", module(number))
+
+
+def held(store, numbers=range(40)):
+    return {number for number in numbers if f"{number:040}" in store}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_disk_and_memory_keep_the_same(tmp_path, seed):
+    generator = torch.Generator().manual_seed(seed)
+    trace = (torch.rand(300, generator=generator) ** 3 * 40).int().tolist()
+    with closing(DiskStore(tmp_path / "one")) as probe:
+        probe.put("0" * 40, module(0))
+        size = probe.nbytes
+    memory = MemoryStore(10 * module(0).nbytes)
+    with closing(DiskStore(tmp_path / "all", max_bytes=10 * size)) as disk:
+        for number in trace:
+            asked(memory, number)
+            asked(disk, number)
+            assert disk.nbytes <= disk.max_bytes
+        assert held(disk) == held(memory)
+        assert len(held(disk)) == 10
+
+
+def test_what_memory_serves_counts_on_disk(tmp_path):
+    with closing(DiskStore(tmp_path / "one")) as probe:
+        probe.put("0" * 40, module(0))
+        size = probe.nbytes
+    with closing(DiskStore(tmp_path / "all", max_bytes=10 * size)) as disk:
+        tiers = TieredStore([MemoryStore(1 << 20), disk])
+        for number in range(10):
+            tiers.put(f"{number:040}", module(number))
+        for _ in range(2):
+            assert tiers.get(f"{3:040}", (3,)) is not None
+        for number in range(10, 30):
+            tiers.put(f"{number:040}", module(number))
+        assert held(disk, range(10)) == {3}
+
+
+def test_what_is_deleted_is_not_remembered(tmp_path):
+    with closing(DiskStore(tmp_path, max_bytes=5000)) as disk:
+        for number in range(30):
+            disk.put(f"{number:040}", module(number))
+        rows = disk._database.rows("SELECT key FROM gone")
+        assert rows
+        for (key,) in rows:
+            disk.delete(key)
+        assert disk._database.rows("SELECT key FROM gone") == []
+
+
+def test_what_fits_nowhere_is_refused_and_nothing_leaves(tmp_path):
+    with closing(DiskStore(tmp_path, max_bytes=3000)) as disk:
+        disk.put("0" * 40, module(0))
+        large = torch.zeros(1, 1, 1, 4000)
+        with pytest.raises(StoreFullError):
+            disk.put("1" * 40, ModuleKV((1,), 0, large, large))
+        assert held(disk, [0]) == {0}
