@@ -297,6 +297,10 @@ class StoreConfig:
         composes: where layers keep states (Qwen 3.5, Granite 4 H), encode chunks all the same, with
             what they do to these states, for the method `compose`. An experiment: a chunk takes as
             many bytes as one or two states (docs/methods.md).
+        pinned: KV of all texts that are encoded never leaves for others' room; for single texts
+            there is `Engine.hold`.
+        ttl_seconds: texts are forgotten so long after they were last encoded, with all their KV. It
+            is looked at whenever something is asked or encoded; None for never.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without
@@ -337,6 +341,8 @@ class StoreConfig:
     primers: int = 1
     first_exact: bool = True
     composes: bool = False
+    pinned: bool = False
+    ttl_seconds: float | None = None
     write_back: bool = True
     finish_seconds: float = 30.0
     learn_prefixes: bool = True
@@ -371,6 +377,8 @@ class StoreConfig:
             not (self.composes and self.remote),
             "what chunks do to states is not kept in a remote store; leave out composes or remote",
         )
+        ttl = self.ttl_seconds
+        require(ttl is None or ttl > 0, f"ttl_seconds must be positive, not {ttl}")
         most = MOST_PRIMERS
         require(1 <= self.primers <= most, f"there are 1 to {most} primers, not {self.primers}")
         require(

@@ -211,6 +211,24 @@ def list_command(index: options.Index = options.DEFAULT_INDEX, as_json: Json = F
     )
 
 
+def hold_command(
+    sources: Annotated[list[str], typer.Argument(help="As `list` has them, or paths on disk.")],
+    index: options.Index = options.DEFAULT_INDEX,
+    *,
+    pinned: Annotated[bool, typer.Option(help="Their KV never leaves for others' room.")] = False,
+    ttl_seconds: Annotated[
+        float | None, typer.Option(help="After so long their KV goes, and is computed anew.")
+    ] = None,
+) -> None:
+    """Say how long KV of documents is kept; without an option, as that of others."""
+    with options.opened(index) as rag:
+        for source in dict.fromkeys(rag.index.roots.find(source) for source in sources):
+            rag.hold(source, pinned=pinned, ttl_seconds=ttl_seconds)
+            kept = "pinned" if pinned else "kept as long as there is room"
+            ends = "" if ttl_seconds is None else f", for {ttl_seconds:g} seconds"
+            out.print(f"{shown(source)}: {kept}{ends}")
+
+
 def delete_command(
     sources: Annotated[list[str], typer.Argument(help="As `list` has them, or paths on disk.")],
     index: options.Index = options.DEFAULT_INDEX,

@@ -19,7 +19,13 @@ from typer.core import TyperGroup
 from cached_rag import __version__
 from cached_rag.cli.ask import ask_command, chat_command, explain_command, search_command
 from cached_rag.cli.bench import bench_app, demo_command, doctor_command
-from cached_rag.cli.documents import IngestCommand, delete_command, ingest_command, list_command
+from cached_rag.cli.documents import (
+    IngestCommand,
+    delete_command,
+    hold_command,
+    ingest_command,
+    list_command,
+)
 from cached_rag.cli.eval import evaluate_command
 from cached_rag.cli.options import FILE, SettingsCommand, with_settings
 from cached_rag.cli.schema import schema_app
@@ -50,6 +56,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "list": list_command,
     "search": search_command,
     "delete": delete_command,
+    "hold": hold_command,
     "demo": demo_command,
     "doctor": doctor_command,
     "eval": evaluate_command,

@@ -44,7 +44,7 @@ from cached_rag.library.learning import WriteBack
 from cached_rag.library.library import Library
 from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import Sequences
-from cached_rag.options import parted
+from cached_rag.options import parted, require
 
 _log = logging.getLogger(__name__)
 
@@ -399,6 +399,27 @@ class Engine:
             self._resources.learning.recurring.clear()
         self.library.refresh()
         return self.library.remove({digest(text.strip()) for text in texts}, records)
+
+    def hold(
+        self, texts: Sequence[str], *, pinned: bool = False, ttl_seconds: float | None = None
+    ) -> None:
+        """Say how long KV of texts is kept, whichever process encodes it; replaces what was said.
+
+        Args:
+            pinned: it never leaves for others' room. Of what is encoded while there is no more
+                room than for what is pinned, nothing is kept.
+            ttl_seconds: so long from now on; then the texts are forgotten, as by `forget`, when
+                something is asked or encoded the next time. None for ever.
+
+        Raises:
+            ConfigError: `texts` is a single string, or the time is not positive.
+            StoreError: the files cannot be opened or written.
+        """
+        self.check_open()
+        require(ttl_seconds is None or ttl_seconds > 0, f"no time to live: {ttl_seconds}")
+        records = self._encoder.records_of(texts)
+        self.library.refresh()
+        self.library.hold(records, pinned=pinned, ttl_seconds=ttl_seconds)
 
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
         """Drop all KV of removed chunks that is outside the library: in what prompts left."""

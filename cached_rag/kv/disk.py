@@ -171,6 +171,11 @@ class DiskStore:
             "disk_bytes or use smaller chunks"
         )
 
+    def pin(self, keys: Iterable[str], *, pinned: bool) -> None:
+        """See `KVStore.pin`."""
+        with self._database.transaction() as connection:
+            self._entries.pin(connection, keys, pinned=pinned)
+
     def delete(self, key: str) -> bool:
         """Delete a key's files of all codecs; says whether there was any."""
         with self._database.transaction() as connection:

@@ -13,16 +13,16 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from sqlite3 import Connection
 
-from cached_rag.errors import StoreError
+from cached_rag.errors import StoreError, StoreFullError
 from cached_rag.kv.database import BRIEFLY_S, Database
-from cached_rag.kv.eviction import MOST_USES, SMALL_SHARE
+from cached_rag.kv.eviction import MOST_USES, NO_ROOM, SMALL_SHARE
 
 _log = logging.getLogger(__name__)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     key TEXT NOT NULL, codec TEXT NOT NULL, name TEXT NOT NULL, nbytes INTEGER NOT NULL,
     checksum TEXT NOT NULL, is_main INTEGER NOT NULL, turn INTEGER NOT NULL, uses INTEGER NOT NULL,
-    PRIMARY KEY (key, codec)
+    pinned INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (key, codec)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_turn ON files (is_main, turn);
 CREATE TABLE IF NOT EXISTS gone (
@@ -99,17 +99,22 @@ class Entries:
     def put(
         self, connection: Connection, entry: Entry, max_bytes: int | None = None
     ) -> list[Entry]:
-        """Add an entry, as the last of its queue; returns those that it replaces or pushes out."""
+        """Add an entry, as the last of its queue; returns those that it replaces or pushes out.
+
+        Raises:
+            StoreFullError: what is pinned leaves too little room.
+        """
         this = (entry.key, entry.codec)
         replaced = self.database.read(Entry, f"{_SELECT} WHERE {_THIS}", *this)
-        before = self.database.rows(f"SELECT is_main, uses FROM files WHERE {_THIS}", *this)
+        standing = f"SELECT is_main, uses, pinned FROM files WHERE {_THIS}"
+        before = self.database.rows(standing, *this)
         is_back = connection.execute(f"DELETE FROM gone WHERE {_THIS}", this).rowcount
-        is_main, uses = before[0] if before else (is_back, 0)
+        is_main, uses, pinned = before[0] if before else (is_back, 0, 0)
         gone = self.remove(connection, replaced)
         if max_bytes is not None:
             gone += self.evict(connection, max_bytes, entry.nbytes)
-        sql = f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {_NOW}, ?)"
-        connection.execute(sql, (*astuple(entry), is_main, uses))
+        sql = f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {_NOW}, ?, ?)"
+        connection.execute(sql, (*astuple(entry), is_main, uses, pinned))
         return gone
 
     def remove(self, connection: Connection, entries: Iterable[Entry]) -> list[Entry]:
@@ -127,14 +132,21 @@ class Entries:
         return self.remove(connection, self.of_key(key))
 
     def evict(self, connection: Connection, max_bytes: int, room: int = 0) -> list[Entry]:
-        """Take out entries until `max_bytes` are left, less some room; returns them."""
+        """Take out entries until `max_bytes` are left, less some room; returns them.
+
+        Raises:
+            StoreFullError: room is asked for, and what is pinned leaves too little.
+        """
         excess, gone = self.nbytes() + room - max_bytes, list[Entry]()
-        small = "SELECT coalesce(sum(nbytes), 0) FROM files WHERE NOT is_main"
-        oldest = f"{_SELECT} WHERE is_main = ? ORDER BY turn LIMIT 1"
+        small = "SELECT coalesce(sum(nbytes), 0) FROM files WHERE NOT is_main AND NOT pinned"
+        oldest = f"{_SELECT} WHERE is_main = ? AND NOT pinned ORDER BY turn LIMIT 1"
         while excess > 0:
             is_small = self.database.read(int, small)[0] >= SMALL_SHARE * max_bytes
             queues = [self.database.read(Entry, oldest, is_main) for is_main in (0, 1)]
             found = queues[not is_small] or queues[is_small]
+            if not found and room:
+                held = self.nbytes()
+                raise StoreFullError(NO_ROOM.format(held=held, max_bytes=max_bytes))
             if not found:
                 break
             if not self._goes_on(connection, found[0]):
@@ -159,6 +171,11 @@ class Entries:
             "DELETE FROM gone WHERE turn <= (SELECT turn FROM gone ORDER BY turn DESC"
             " LIMIT 1 OFFSET (SELECT count(*) FROM files))"
         )
+
+    def pin(self, connection: Connection, keys: Iterable[str], *, pinned: bool) -> None:
+        """Have entries stay whatever comes, in all codecs, or leave as others do."""
+        rows = [(pinned, key) for key in keys]
+        connection.executemany("UPDATE files SET pinned = ? WHERE key = ?", rows)
 
     def touch(self, key: str, codec: str) -> None:
         """Count a use."""

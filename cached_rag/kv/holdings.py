@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cached_rag.errors import ConfigError, StoreError
-from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, inner_ids, unpack
+from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, Term, inner_ids, unpack
 from cached_rag.kv.fingerprint import digest
 
 if TYPE_CHECKING:
@@ -28,6 +28,13 @@ CATALOG = "catalog.sqlite"
 FOLDER = "prompts"
 # Not if one came back and is doomed anew meanwhile: it may have new KV.
 _DONE = "WHERE model = ? AND namespace = ? AND text_digest = ? AND (SELECT count FROM revivals) = ?"
+
+
+class Pin(Protocol):
+    """Pins KV of keys, see `KVStore.pin`."""
+
+    def __call__(self, keys: Iterable[str], *, pinned: bool) -> None:
+        """Do it."""
 
 
 class _Doomed(NamedTuple):
@@ -84,9 +91,9 @@ class Removals:
         with self._database.transaction() as connection:
             connection.executemany(f"INSERT OR IGNORE INTO doomed SELECT {columns} {where}", rows)
             connection.executemany(f"DELETE {where}", rows)
-            connection.executemany(
-                "DELETE FROM learned WHERE namespace = ? AND text_digest = ?", rows
-            )
+            for table in ("learned", "terms"):
+                sql = f"DELETE FROM {table} WHERE namespace = ? AND text_digest = ?"
+                connection.executemany(sql, rows)
             connection.execute("UPDATE removals SET count = count + 1")
 
     def finish(self, text_digests: Collection[str] | None = None) -> int:
@@ -212,6 +219,26 @@ def forget_digests(
         if remote is not None:
             removals.note_remote(remote.label)
         return removals.remove({*text_digests, *learned})
+
+
+def hold(folder: Path, texts: Iterable[str], term: Term) -> None:
+    """Say how long KV of texts of the tenant "" is kept.
+
+    Raises:
+        StoreError: the folder's databases cannot be written.
+    """
+    with closing(_catalog(folder)) as catalog, closing(_disk(folder)) as disk:
+        keep(catalog, disk.pin, {digest(text.strip()) for text in texts}, term)
+
+
+def keep(catalog: Catalog, pin: Pin, text_digests: Collection[str], term: Term) -> None:
+    """As `hold`, given what is open. What is encoded later is pinned then."""
+    catalog.set_term(text_digests, term)
+    for maker in catalog.makers():
+        behinds = catalog.behinds(maker.model)
+        for found in catalog.find(text_digests, maker.model):
+            keys = catalog.keys_of(maker.model, found.token_ids, behinds)
+            pin(keys, pinned=term.pinned)
 
 
 def unused(folder: Path, name: str, dtypes: Sequence[str]) -> list[Holding]:

@@ -75,6 +75,10 @@ class KVStore(Protocol):
         """
         ...
 
+    def pin(self, keys: Iterable[str], *, pinned: bool) -> None:
+        """Have entries stay whatever comes, or leave as others do; keys without one do nothing."""
+        ...
+
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""
         ...
@@ -150,6 +154,12 @@ class MemoryStore:
         tensor = tensor.to(self.device)
         pins = self.device.type == "cpu" and torch.cuda.is_available()
         return tensor.pin_memory() if pins else tensor
+
+    def pin(self, keys: Iterable[str], *, pinned: bool) -> None:
+        """See `KVStore.pin`."""
+        with self._lock:
+            for key in keys:
+                self._entries.pin(key, pinned=pinned)
 
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""
@@ -229,6 +239,10 @@ class TieredStore:
             self._keep(level, key, kv, wanted)
         else:
             self._keep(level, key, kv)
+
+    def pin(self, keys: Iterable[str], *, pinned: bool) -> None:
+        """See `KVStore.pin`. It is the last tier that has to keep them."""
+        self.tiers[-1].pin(keys, pinned=pinned)
 
     def delete(self, key: str) -> bool:
         """Delete an entry from all tiers; says whether any had it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, IndexMismatchError, StoreError
-from cached_rag.kv.holdings import forget, held_bytes
+from cached_rag.kv.catalog import Term
+from cached_rag.kv.holdings import forget, held_bytes, hold
 from cached_rag.options import check_types, require
 from cached_rag.rag.answer import Prompts
 from cached_rag.rag.chunks import DEFAULT_EMBEDDING, Embedder, Embeddings, Reranker
@@ -275,6 +277,11 @@ class IndexFolder:
         gone += forget(self.path / "kv", texts, self._remote)
         self.index.forgotten(texts)
         return gone
+
+    def hold(self, texts: Sequence[str], *, pinned: bool, ttl_seconds: float | None) -> None:
+        """Say how long KV of texts is kept, by whatever model; see `Engine.hold`."""
+        until = None if ttl_seconds is None else time.time() + ttl_seconds
+        hold(self.path / "kv", texts, Term(pinned, until))
 
     def forget_later(self, texts: Sequence[str]) -> None:
         """As `forget`; what the remote store does not delete now, the next `open` does."""

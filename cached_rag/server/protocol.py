@@ -310,12 +310,16 @@ class DocumentsRequest(Strict):
     Attributes:
         texts: a list among them has the chunks of one document in their order; see `Engine.encode`.
         messages: how prompts with them begin; `{documents}` marks where the texts will stand.
+        pinned, ttl_seconds: how long their KV is kept, see `Engine.hold`; without either, what was
+            said before stays.
     """
 
     texts: list[Text | Annotated[list[Text], Field(min_length=1, max_length=_MOST)]] = Field(
         min_length=1, max_length=_MOST
     )
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST)] | None = None
+    pinned: bool | None = None
+    ttl_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     cache_salt: Name | None = None
 
 

@@ -20,6 +20,7 @@ from cached_rag.backends.thread import submit
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import BusyError, ConfigError, ContextOverflowError
 from cached_rag.library.encode import EncodeSummary
+from cached_rag.options import require
 from cached_rag.server.forms import Json
 from cached_rag.server.protocol import DocumentsRequest
 
@@ -160,13 +161,21 @@ class Documents:
             for index, one in enumerate(request.texts):
                 # One by one, so that answers go on in between.
                 done = await run(self._threads, _encoded, engine, one, prefix)
+                if request.pinned is not None or request.ttl_seconds is not None:
+                    await run(self._threads, _hold, engine, one, request)
                 encoded, tokens = encoded + done.encoded, tokens + done.tokens
                 known += done.present
                 skipped += [{"index": index, "reason": reason} for _, reason in done.skipped]
         return {"encoded": encoded, "known": known, "tokens": tokens, "skipped": skipped}
 
     async def forget(self, request: DocumentsRequest, tenant: str) -> Json:
-        """Delete texts and their KV; returns how many KVs went."""
+        """Delete texts and their KV; returns how many KVs went.
+
+        Raises:
+            ConfigError: the request says how long they are kept.
+        """
+        is_kept = request.pinned is not None or request.ttl_seconds is not None
+        require(not is_kept, "pinned and ttl_seconds are not for texts that are forgotten")
 
         def forget() -> Json:
             with self._tenants.using(tenant, request.cache_salt) as engine:
@@ -184,6 +193,11 @@ def _encoded(engine: Engine, one: str | list[str], prefix: Rendered | None) -> E
         if isinstance(one, str):
             return EncodeSummary(skipped=((one, str(error)),))
         return sum((_encoded(engine, text, prefix) for text in one), EncodeSummary())
+
+
+def _hold(engine: Engine, one: str | list[str], request: DocumentsRequest) -> None:
+    texts = [one] if isinstance(one, str) else one
+    engine.hold(texts, pinned=bool(request.pinned), ttl_seconds=request.ttl_seconds)
 
 
 def _head(engine: Engine, request: DocumentsRequest) -> Rendered | None:

@@ -68,7 +68,9 @@ def test_any_value_of_any_field(asked, field):
         asked(path, body | {field: value})
 
 
-@pytest.mark.parametrize("field", ["texts", "messages", "cache_salt", "\ud800"])
+@pytest.mark.parametrize(
+    "field", ["texts", "messages", "cache_salt", "pinned", "ttl_seconds", "\ud800"]
+)
 def test_any_value_of_documents(asked, field):
     for value in VALUES:
         asked("documents", DOCUMENTS | {field: value})
