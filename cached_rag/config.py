@@ -255,7 +255,7 @@ class StoreConfig:
     Attributes:
         path: folder on disk, `~` is the user's own; None keeps KV in memory only.
         codec: how KV is written to disk. "raw" keeps the model's dtype; "int8" takes half of the
-            space of 16 bits, and loses precision (docs/store.md).
+            space of 16 bits, "int4" a third, and they lose precision (docs/store.md).
         memory_bytes: most bytes of chunks' KV in the host's memory.
         device_bytes: most bytes of chunks' KV in a CUDA device's memory. 0 keeps none there; None
             takes a quarter of what is free. Without a CUDA device it means nothing.
@@ -296,11 +296,9 @@ class StoreConfig:
             `CachedRAG` has a setting of its own.
         composes: where layers keep states (Qwen 3.5, Granite 4 H), encode chunks all the same, with
             what they do to these states, for the method `compose`. An experiment: a chunk takes as
-            many bytes as one or two states (docs/methods.md).
-        pinned: KV of all texts that are encoded never leaves for others' room; for single texts
-            there is `Engine.hold`.
-        ttl_seconds: texts are forgotten so long after they were last encoded, with all their KV. It
-            is looked at whenever something is asked or encoded; None for never.
+            many bytes as one or two states, twice with `first_exact` of an index (docs/methods.md).
+        ttl_seconds: KV is deleted so long after it was encoded, with the next KV that is kept; None
+            for never. For single texts, and to pin some, there is `Engine.hold`.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without
@@ -341,7 +339,6 @@ class StoreConfig:
     primers: int = 1
     first_exact: bool = True
     composes: bool = False
-    pinned: bool = False
     ttl_seconds: float | None = None
     write_back: bool = True
     finish_seconds: float = 30.0

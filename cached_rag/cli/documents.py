@@ -215,18 +215,19 @@ def hold_command(
     sources: Annotated[list[str], typer.Argument(help="As `list` has them, or paths on disk.")],
     index: options.Index = options.DEFAULT_INDEX,
     *,
-    pinned: Annotated[bool, typer.Option(help="Their KV never leaves for others' room.")] = False,
+    pinned: Annotated[
+        bool | None, typer.Option("--pinned/--no-pinned", help="It stays when others need room.")
+    ] = None,
     ttl_seconds: Annotated[
-        float | None, typer.Option(help="After so long their KV goes, and is computed anew.")
+        float | None, typer.Option(help="It is deleted so long from now on; `inf` for never.")
     ] = None,
 ) -> None:
-    """Say how long KV of documents is kept; without an option, as that of others."""
+    """Say how long the KV of documents is kept that there is now."""
     with options.opened(index) as rag:
-        for source in dict.fromkeys(rag.index.roots.find(source) for source in sources):
-            rag.hold(source, pinned=pinned, ttl_seconds=ttl_seconds)
-            kept = "pinned" if pinned else "kept as long as there is room"
-            ends = "" if ttl_seconds is None else f", for {ttl_seconds:g} seconds"
-            out.print(f"{shown(source)}: {kept}{ends}")
+        found = dict.fromkeys(rag.index.roots.find(source) for source in sources)
+        for source in found:
+            count = rag.hold(source, pinned=pinned, ttl_seconds=ttl_seconds)
+            out.print(f"{shown(source)}: {count} KVs")
 
 
 def delete_command(

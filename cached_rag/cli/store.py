@@ -94,7 +94,7 @@ def prune(
     dry_run: Annotated[bool, typer.Option(help="With --unused: only say what would go.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove litter, KV that no document needs and, beyond a bound, KV used longest ago.
+    """Remove litter, KV that no document needs and, beyond a bound, KV that nobody asks for.
 
     Databases are written anew, so that nothing of what was deleted is left in them.
     """

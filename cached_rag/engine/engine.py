@@ -36,6 +36,7 @@ from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import ChunkRecord, Maker, inner_ids
+from cached_rag.kv.eviction import until_when
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.remote import RemoteTier, open_remote
 from cached_rag.library.encode import Context, EncodeSummary, primer
@@ -44,7 +45,7 @@ from cached_rag.library.learning import WriteBack
 from cached_rag.library.library import Library
 from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import Sequences
-from cached_rag.options import parted, require
+from cached_rag.options import parted
 
 _log = logging.getLogger(__name__)
 
@@ -401,25 +402,32 @@ class Engine:
         return self.library.remove({digest(text.strip()) for text in texts}, records)
 
     def hold(
-        self, texts: Sequence[str], *, pinned: bool = False, ttl_seconds: float | None = None
-    ) -> None:
-        """Say how long KV of texts is kept, whichever process encodes it; replaces what was said.
+        self,
+        texts: Sequence[str],
+        *,
+        pinned: bool | None = None,
+        ttl_seconds: float | None = None,
+    ) -> int:
+        """Say how long the KV of texts is kept that there is now, after `encode`.
 
         Args:
-            pinned: it never leaves for others' room. Of what is encoded while there is no more
-                room than for what is pinned, nothing is kept.
-            ttl_seconds: so long from now on; then the texts are forgotten, as by `forget`, when
-                something is asked or encoded the next time. None for ever.
+            pinned: whether it stays when others need room. Pins take half of a bound at most.
+            ttl_seconds: it is deleted so long from now on, with the next KV that is kept; until
+                then it is not used any more but where a copy is in memory. `math.inf` for never. If
+                a prompt has the text later, it is encoded anew.
+
+        Returns:
+            How many KVs these are; a chunk that was encoded behind two prefixes has two.
 
         Raises:
             ConfigError: `texts` is a single string, or the time is not positive.
+            StoreFullError: pins would take more than half.
             StoreError: the files cannot be opened or written.
         """
         self.check_open()
-        require(ttl_seconds is None or ttl_seconds > 0, f"no time to live: {ttl_seconds}")
-        records = self._encoder.records_of(texts)
         self.library.refresh()
-        self.library.hold(records, pinned=pinned, ttl_seconds=ttl_seconds)
+        until = until_when(ttl_seconds)
+        return self.library.hold(self._encoder.records_of(texts), pinned=pinned, until=until)
 
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
         """Drop all KV of removed chunks that is outside the library: in what prompts left."""

@@ -38,7 +38,9 @@ def read(prompt: Prefilling) -> None:
     clock, planner = Clock(), prompt.asked.planner
     _check_length(prompt.resources, planner.text, prompt.config.max_tokens)
     prompt.resources.library.refresh()
-    reading = planner.read(prompt.config.selector().takes)
+    method = prompt.config.selector()
+    is_whole = prompt.resources.model.keeps_states and not method.composes
+    reading = planner.read(Takes.NOTHING if is_whole else method.takes)
     prompt.report.match_ms = clock.total()
     prompt.reading = reading
 
@@ -211,14 +213,13 @@ def _run(
     """Compute a prompt's rows, or choose them only; returns the (token, layer) pairs computed."""
     model, ids = prompt.resources.model, torch.tensor([prompt.tokens.ids])
     layout, layers = plan.layout(model.shapes.num_layers, ids[0]), model.shapes.num_layers
-    if model.keeps_states:
-        return _run_on(prompt, plan, buffer, ids)
     ready = loader.wait if loader else None
+    if model.keeps_states:
+        _wait(loader, layers)
+        return _run_on(prompt, plan, buffer, ids)
     chosen = model.choose(buffer, ids, layout, prompt.method, ready) if in_pieces else None
     if chosen is not None:
-        if loader is not None:
-            for layer in range(layers):
-                loader.wait(layer)
+        _wait(loader, layers)
         slots = chosen.left.tolist()
         drifting = layout.modules if prompt.method.transfers_drift else ()
         prompt.left = Pieces(slots, drifting)
@@ -231,6 +232,13 @@ def _run(
     prompt.logits = done.logits
     _note_rows(prompt, plan, layout, done.rows, done.computed)
     return done.computed
+
+
+def _wait(loader: LayerLoader | None, layers: int) -> None:
+    """Wait until KV is placed in all layers."""
+    for layer in range(layers if loader is not None else 0):
+        assert loader is not None
+        loader.wait(layer)
 
 
 def _run_on(prompt: Prefilling, plan: Plan, buffer: KVBuffer, ids: torch.Tensor) -> int:

@@ -122,13 +122,11 @@ class EncodedEngines:
         """
         self._model, self._long = model, long
         self._engines: dict[str, Engine] = {}
-        self._folders = ExitStack()
+        self._open = ExitStack()
 
     def close(self) -> None:
         """Release what is on disk."""
-        for engine in self._engines.values():
-            engine.close()
-        self._folders.close()
+        self._open.close()
 
     def engine(
         self, encoding: str, chunks: Sequence[str], document: tuple[str, ...] = ()
@@ -141,7 +139,8 @@ class EncodedEngines:
         """
         kind, _, count = encoding.partition(":")
         if encoding not in self._engines:
-            self._engines[encoding] = Engine(self._model, self._settings(kind))
+            made = Engine(self._model, self._settings(kind))
+            self._engines[encoding] = self._open.enter_context(made)
         engine = self._engines[encoding]
         if not encoding:
             return engine
@@ -160,8 +159,8 @@ class EncodedEngines:
         """With the name of a codec, all KV is read from a disk, as it is written there."""
         if kind not in CODEC_NAMES:
             return _APART
-        folder = self._folders.enter_context(TemporaryDirectory(prefix="cached-rag-"))
-        return replace(_APART, path=folder, codec=kind, memory_bytes=1)
+        folder = self._open.enter_context(TemporaryDirectory(prefix="cached-rag-"))
+        return replace(_APART, path=folder, codec=kind, memory_bytes=1, disk_bytes=2 << 30)
 
     def rows(
         self, example: Example, trials: Sequence[Trial], *, generates: bool

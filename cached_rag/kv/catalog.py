@@ -40,10 +40,6 @@ CREATE TABLE IF NOT EXISTS learned (
     model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
     PRIMARY KEY (model, namespace, text_digest)
 );
-CREATE TABLE IF NOT EXISTS terms (
-    namespace TEXT NOT NULL, text_digest TEXT NOT NULL, pinned INTEGER NOT NULL, until REAL,
-    PRIMARY KEY (namespace, text_digest)
-) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS doomed (
     model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
     token_ids BLOB NOT NULL, PRIMARY KEY (model, namespace, text_digest)
@@ -111,19 +107,6 @@ class Maker:
 
     def __str__(self) -> str:
         return f"{self.name} in {self.dtype}"
-
-
-@dataclass(frozen=True)
-class Term:
-    """How long a text's KV is kept.
-
-    Attributes:
-        pinned: it never leaves for others' room.
-        until: when the text is forgotten, in seconds since 1970; None for never.
-    """
-
-    pinned: bool = False
-    until: float | None = None
 
 
 class Catalog:
@@ -262,29 +245,15 @@ class Catalog:
                 if connection.executemany(f"DELETE FROM {table} {where}", names).rowcount:
                     connection.execute("UPDATE revivals SET count = count + 1")
 
-    def set_term(self, text_digests: Iterable[str], term: Term) -> None:
-        """Write down how long KV of the tenant's texts is kept, by whatever model."""
-        rows = [(self.namespace, name, term.pinned, term.until) for name in text_digests]
-        with self.database.transaction() as connection:
-            connection.executemany("INSERT OR REPLACE INTO terms VALUES (?, ?, ?, ?)", rows)
-
-    def terms(self) -> dict[str, Term]:
-        """The tenant's texts of which that was said, by their digests."""
-        query = "SELECT text_digest, pinned, until FROM terms WHERE namespace = ?"
-        return {
-            str(name): Term(bool(pinned), None if until is None else float(str(until)))
-            for name, pinned, until in self.database.rows(query, self.namespace)
-        }
-
     def learned(self) -> list[str]:
         """The tenant's texts that were marked so, for any model; the oldest first."""
         query = "SELECT text_digest FROM learned WHERE namespace = ? ORDER BY rowid"
         return self.database.read(str, query, self.namespace)
 
-    def find(self, text_digests: Iterable[str], model: str | None = None) -> list[ChunkRecord]:
-        """Those of these texts that are modules of a model (None: of this one)."""
-        query, model = f"{_MODULES} AND text_digest = ?", model or self.maker.model
-        rows = (self.database.rows(query, model, self.namespace, name) for name in text_digests)
+    def find(self, text_digests: Iterable[str]) -> list[ChunkRecord]:
+        """Those of these texts that are modules."""
+        query = f"{_MODULES} AND text_digest = ?"
+        rows = (self.database.rows(query, *self._scope, name) for name in text_digests)
         return [_record(row) for found in rows for row in self.database.sound(found)]
 
     def modules(self, after: int = 0) -> Iterator[tuple[int, ChunkRecord]]:

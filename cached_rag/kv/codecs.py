@@ -90,33 +90,23 @@ def _dequantize(integers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
 class Int4Codec:
     """4-bit integers in groups of 32 with a scale and a least value each, in bf16: 5 bits a number.
 
-    A group of keys is one channel of 32 tokens, a group of values 32 channels of one token (fewer,
-    where a head's width is no multiple of 32). An entry's error is a thirtieth of the distance
-    between its group's least and largest entry, and the rounding of these two.
+    A group of keys is one channel of 32 tokens, a group of values 32 channels of one token; the
+    last one may be filled up, so short texts and narrow heads take more. An entry's error is a
+    thirtieth of the distance between its group's least and largest entry, and the rounding of these
+    two.
     """
 
     name = "int4"
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Tensors:
         """Levels, two a byte, (num_layers, num_kv_heads, key_dim, groups, 16) of keys and
-        (num_layers, num_kv_heads, seq_len, groups, 16) of values; and their scales and least
-        values, (..., groups, 1).
-
-        Raises:
-            ConfigError: values have an odd number of channels.
+        (num_layers, num_kv_heads, seq_len, groups, 16) of values; their scales and least values,
+        (..., groups, 1); and the width of values, (num_layers, 1).
         """
-        width = values.shape[-1]
-        if width % 2:
-            raise ConfigError(f'codec "int4" is not for values of {width} channels; take "int8"')
-        group = next((g for g in range(_GROUP, 0, -2) if width % g == 0), _GROUP)
-        return {
-            f"{name}_{part}": tensor
-            for name, held in (
-                ("key", _grouped(keys.mT, _GROUP)),
-                ("value", _grouped(values, group)),
-            )
-            for part, tensor in held.items()
-        }
+        found = {"width": torch.full((len(values), 1), values.shape[-1], dtype=torch.int32)}
+        for name, side in (("key", keys.mT), ("value", values)):
+            found |= {f"{name}_{part}": tensor for part, tensor in _grouped(side).items()}
+        return found
 
     def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
         """Levels times scales, and the least values; rounded once to `dtype`."""
@@ -124,17 +114,18 @@ class Int4Codec:
             _ungrouped({part: tensors[f"{name}_{part}"] for part in _PARTS}).to(dtype)
             for name in ("key", "value")
         )
-        return keys[..., : values.shape[-2]].mT.contiguous(), values
+        tokens, width = values.shape[-2], int(tensors["width"][0, 0])
+        return keys[..., :tokens].mT.contiguous(), values[..., :width].contiguous()
 
 
 _PARTS = ("levels", "scales", "least")
 
 
-def _grouped(side: torch.Tensor, group: int) -> Tensors:
+def _grouped(side: torch.Tensor) -> Tensors:
     """Entries of the last axis in groups, in four bits; the last entry fills up the last group."""
-    missing = -side.shape[-1] % group
+    missing = -side.shape[-1] % _GROUP
     whole = torch.cat([side, side[..., -1:].expand(*side.shape[:-1], missing)], dim=-1)
-    entries = whole.float().cpu().reshape(*side.shape[:-1], whole.shape[-1] // group, group)
+    entries = whole.float().cpu().reshape(*side.shape[:-1], whole.shape[-1] // _GROUP, _GROUP)
     lowest, highest = torch.aminmax(entries, dim=-1, keepdim=True)
     least, scales = lowest.bfloat16(), ((highest - lowest) / 15).bfloat16()
     steps = (entries - least.float()) / scales.float().clamp_min(torch.finfo(torch.float32).tiny)

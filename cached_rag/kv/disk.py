@@ -114,7 +114,6 @@ class DiskStore:
             self._drop(entry)
             raise
         if found is not None:
-            self._entries.touch(entry.key, entry.codec)
             return found
         self._drop(entry)
         if self._entry(key) in (None, entry):
@@ -126,9 +125,13 @@ class DiskStore:
         return open_blob(path, entry.key, token_ids, codec, entry.checksum, self._secret)
 
     def touch(self, key: str) -> None:
-        """See `KVStore.touch`. Where nothing ever leaves, uses are not counted."""
-        if self.max_bytes is not None:
-            self._entries.touch(key, self.codec.name)
+        """See `KVStore.touch`."""
+        self._entries.touch(key, self.codec.name)
+
+    def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
+        """See `KVStore.hold`."""
+        with self._database.transaction() as connection:
+            return self._entries.hold(connection, keys, self.max_bytes, pinned=pinned, until=until)
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Keep a module; see `KVStore.put`.
@@ -136,8 +139,8 @@ class DiskStore:
         Raises:
             SigningError: it would replace what another process has signed, and this one cannot.
         """
-        if self.max_bytes is not None and kv.nbytes > 4 * self.max_bytes:
-            raise self._too_large(kv.nbytes)  # not even int8 makes it fit
+        if self.max_bytes is not None and kv.nbytes > 8 * self.max_bytes:
+            raise self._too_large(kv.nbytes)  # not even four bits make it fit
         with self._drafts.open() as draft:
             nbytes, checksum = write_blob(draft, key, kv, self.codec, self._secret)
             if self.max_bytes is not None and nbytes > self.max_bytes:
@@ -170,11 +173,6 @@ class DiskStore:
             f"a module of {nbytes} bytes exceeds the store's bound of {self.max_bytes}; raise "
             "disk_bytes or use smaller chunks"
         )
-
-    def pin(self, keys: Iterable[str], *, pinned: bool) -> None:
-        """See `KVStore.pin`."""
-        with self._database.transaction() as connection:
-            self._entries.pin(connection, keys, pinned=pinned)
 
     def delete(self, key: str) -> bool:
         """Delete a key's files of all codecs; says whether there was any."""
@@ -211,7 +209,7 @@ class DiskStore:
         return [Problem(entry.key, reason)] if is_kept else []
 
     def prune(self, max_bytes: int | None = None) -> tuple[int, int]:
-        """Remove litter, then files until `max_bytes` are left (`eviction.py`).
+        """Remove litter and what is over, then files until `max_bytes` are left, pinned ones last.
 
         Rows without a file, which a killed process may leave, go, too.
 
@@ -226,9 +224,10 @@ class DiskStore:
             sizes += _removed(self._litter()[0])
             missing = [one for one in self._entries.all() if not self._file(one).is_file()]
             self._entries.remove(connection, missing)
-            if max_bytes is not None:
-                evicted = self._entries.evict(connection, max_bytes)
-                self._unlink(evicted)
+            evicted = self._entries.over(connection)
+            for pinned in (False, True) if max_bytes is not None else ():
+                evicted += self._entries.evict(connection, max_bytes or 0, pinned=pinned)
+            self._unlink(evicted)
         return len(sizes) + len(evicted), sum(sizes) + sum(entry.nbytes for entry in evicted)
 
     def _settled(self) -> AbstractContextManager[object]:

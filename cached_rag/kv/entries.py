@@ -6,30 +6,36 @@ Knows SQLite; touches no file.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from sqlite3 import Connection
 
-from cached_rag.errors import StoreError, StoreFullError
+from cached_rag.errors import StoreError
 from cached_rag.kv.database import BRIEFLY_S, Database
-from cached_rag.kv.eviction import MOST_USES, NO_ROOM, SMALL_SHARE
+from cached_rag.kv.eviction import MOST_USES, PINNED_SHARE, SMALL_SHARE, too_many_pins
 
 _log = logging.getLogger(__name__)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     key TEXT NOT NULL, codec TEXT NOT NULL, name TEXT NOT NULL, nbytes INTEGER NOT NULL,
     checksum TEXT NOT NULL, is_main INTEGER NOT NULL, turn INTEGER NOT NULL, uses INTEGER NOT NULL,
-    pinned INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (key, codec)
+    pinned INTEGER NOT NULL, until REAL NOT NULL, PRIMARY KEY (key, codec)
 ) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS by_turn ON files (is_main, turn);
+CREATE INDEX IF NOT EXISTS by_turn ON files (turn);
+CREATE INDEX IF NOT EXISTS by_queue ON files (pinned, is_main, turn, nbytes);
+CREATE INDEX IF NOT EXISTS by_end ON files (until);
 CREATE TABLE IF NOT EXISTS gone (
     key TEXT NOT NULL, codec TEXT NOT NULL, turn INTEGER NOT NULL, PRIMARY KEY (key, codec)
 ) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_leaving ON gone (turn);
 """
-_SELECT = "SELECT key, codec, name, nbytes, checksum FROM files"
+_COLUMNS = "SELECT key, codec, name, nbytes, checksum"
+_SELECT = f"{_COLUMNS} FROM files"
 # Turns are counted, not timed: clocks go back.
 _NOW = "(SELECT coalesce(max(turn), 0) + 1 FROM files)"
 _THIS = "key = ? AND codec = ?"
@@ -89,7 +95,8 @@ class Entries:
 
     def find(self, key: str, codec: str) -> Entry | None:
         """A key's entry in a codec, or None."""
-        found = self.database.read(Entry, f"{_SELECT} WHERE {_THIS}", key, codec)
+        now = time.time()
+        found = self.database.read(Entry, f"{_SELECT} WHERE {_THIS} AND until > ?", key, codec, now)
         return found[0] if found else None
 
     def of_key(self, key: str) -> list[Entry]:
@@ -105,17 +112,51 @@ class Entries:
             StoreFullError: what is pinned leaves too little room.
         """
         this = (entry.key, entry.codec)
-        replaced = self.database.read(Entry, f"{_SELECT} WHERE {_THIS}", *this)
-        standing = f"SELECT is_main, uses, pinned FROM files WHERE {_THIS}"
+        gone = self.over(connection)
+        standing = f"SELECT is_main, uses, pinned, until FROM files WHERE {_THIS}"
         before = self.database.rows(standing, *this)
         is_back = connection.execute(f"DELETE FROM gone WHERE {_THIS}", this).rowcount
-        is_main, uses, pinned = before[0] if before else (is_back, 0, 0)
-        gone = self.remove(connection, replaced)
+        is_main, *kept = before[0] if before else (is_back, 0, 0, math.inf)
+        gone += self.remove(
+            connection, self.database.read(Entry, f"{_SELECT} WHERE {_THIS}", *this)
+        )
         if max_bytes is not None:
             gone += self.evict(connection, max_bytes, entry.nbytes)
-        sql = f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {_NOW}, ?, ?)"
-        connection.execute(sql, (*astuple(entry), is_main, uses, pinned))
+            if self.nbytes() + entry.nbytes > max_bytes:
+                raise too_many_pins(self.nbytes(), max_bytes)
+        sql = f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {_NOW}, ?, ?, ?)"
+        connection.execute(sql, (*astuple(entry), is_main, *kept))
         return gone
+
+    def over(self, connection: Connection) -> list[Entry]:
+        """Take out entries whose time is over; returns them."""
+        now = time.time()
+        return self.remove(
+            connection, self.database.read(Entry, f"{_SELECT} WHERE until <= ?", now)
+        )
+
+    def hold(
+        self,
+        connection: Connection,
+        keys: Iterable[str],
+        max_bytes: int | None,
+        *,
+        pinned: bool | None,
+        until: float | None,
+    ) -> int:
+        """See `KVStore.hold`; of all codecs."""
+        sql = (
+            "UPDATE files SET pinned = coalesce(?, pinned), until = coalesce(?, until)"
+            " WHERE key = ?"
+        )
+        rows = [(pinned, until, key) for key in keys]
+        count = connection.executemany(sql, rows).rowcount
+        (held,) = self.database.read(
+            int, "SELECT coalesce(sum(nbytes), 0) FROM files WHERE pinned = 1"
+        )
+        if pinned and max_bytes is not None and held > PINNED_SHARE * max_bytes:
+            raise too_many_pins(held, max_bytes)
+        return max(0, count)
 
     def remove(self, connection: Connection, entries: Iterable[Entry]) -> list[Entry]:
         """Take out entries, but none that has replaced them; returns those that were there."""
@@ -131,27 +172,31 @@ class Entries:
         connection.execute("DELETE FROM gone WHERE key = ?", (key,))
         return self.remove(connection, self.of_key(key))
 
-    def evict(self, connection: Connection, max_bytes: int, room: int = 0) -> list[Entry]:
-        """Take out entries until `max_bytes` are left, less some room; returns them.
+    def evict(
+        self, connection: Connection, max_bytes: int, room: int = 0, *, pinned: bool = False
+    ) -> list[Entry]:
+        """Take out entries until `max_bytes` are left, less some room, or none; returns them.
 
-        Raises:
-            StoreFullError: room is asked for, and what is pinned leaves too little.
+        Args:
+            pinned: take out those that are pinned, of all others.
         """
         excess, gone = self.nbytes() + room - max_bytes, list[Entry]()
-        small = "SELECT coalesce(sum(nbytes), 0) FROM files WHERE NOT is_main AND NOT pinned"
-        oldest = f"{_SELECT} WHERE is_main = ? AND NOT pinned ORDER BY turn LIMIT 1"
-        while excess > 0:
-            is_small = self.database.read(int, small)[0] >= SMALL_SHARE * max_bytes
-            queues = [self.database.read(Entry, oldest, is_main) for is_main in (0, 1)]
-            found = queues[not is_small] or queues[is_small]
-            if not found and room:
-                held = self.nbytes()
-                raise StoreFullError(NO_ROOM.format(held=held, max_bytes=max_bytes))
-            if not found:
-                break
-            if not self._goes_on(connection, found[0]):
-                gone += self.remove(connection, found)
-                excess -= found[0].nbytes
+        queue = f"FROM files WHERE pinned = {int(pinned)} AND is_main = ?"
+        small, main = (
+            self.database.read(int, f"SELECT coalesce(sum(nbytes), 0) {queue}", is_main)[0]
+            for is_main in (0, 1)
+        )
+        while excess > 0 and small + main:
+            is_small = not main or small >= max(1, SMALL_SHARE * max_bytes)
+            (entry,) = self.database.read(
+                Entry, f"{_COLUMNS} {queue} ORDER BY turn LIMIT 1", not is_small
+            )
+            goes_on = not pinned and self._goes_on(connection, entry)
+            small -= entry.nbytes if is_small else 0
+            main += entry.nbytes * (goes_on - (not is_small))
+            if not goes_on:
+                gone += self.remove(connection, [entry])
+                excess -= entry.nbytes
         return gone
 
     def _goes_on(self, connection: Connection, entry: Entry) -> bool:
@@ -169,13 +214,8 @@ class Entries:
         connection.execute(f"INSERT OR REPLACE INTO gone {row}", (entry.key, entry.codec))
         connection.execute(
             "DELETE FROM gone WHERE turn <= (SELECT turn FROM gone ORDER BY turn DESC"
-            " LIMIT 1 OFFSET (SELECT count(*) FROM files))"
+            " LIMIT 1 OFFSET (SELECT count(*) FROM files WHERE pinned = 0))"
         )
-
-    def pin(self, connection: Connection, keys: Iterable[str], *, pinned: bool) -> None:
-        """Have entries stay whatever comes, in all codecs, or leave as others do."""
-        rows = [(pinned, key) for key in keys]
-        connection.executemany("UPDATE files SET pinned = ? WHERE key = ?", rows)
 
     def touch(self, key: str, codec: str) -> None:
         """Count a use."""

@@ -1,13 +1,13 @@
 """Which KV leaves where room is short: S3-FIFO, as three queues in memory.
 
-New entries enter a small queue, a tenth of the room. One that is used there moves to the main
-queue; one that is not leaves, and its key is remembered for a while: if it comes back, it enters
-the main queue. There an entry goes round once for each use, up to three, before it leaves. So
-texts that are ingested and never asked for do not push out those that are asked for every day, and
-what was popular last year leaves all the same (docs/scale.md has hit rates). An entry's cost to
+New entries enter a small queue, a tenth of the room. One that is used there, if only once, moves to
+the main queue; one that is not leaves, and its key is remembered for a while: if it comes back, it
+enters the main queue. There an entry goes round once for each use, up to three, before it leaves.
+So texts that are ingested and never asked for do not push out those that are asked for every day,
+and what was popular last year leaves all the same (docs/scale.md has hit rates). An entry's cost to
 compute again grows with its bytes, in one model, so that neither decides.
 
-What is pinned is in no queue.
+What is pinned is in no queue. What has a time to live goes when it is over, whatever its queue.
 
 From S3-FIFO (Yang et al., SOSP 2023, https://doi.org/10.1145/3600006.3613147), section 4. Files on
 disk have the same queues in their table (`entries.py`).
@@ -15,19 +15,40 @@ disk have the same queues in their table (`entries.py`).
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from cached_rag.errors import StoreFullError
+from cached_rag.errors import ConfigError, StoreFullError
 
 # The small queue's share of the room, and the most uses that count.
 SMALL_SHARE, MOST_USES = 0.1, 3
-NO_ROOM = (
-    "pinned KV takes {held} of the {max_bytes} bytes that this store may have, and too few are "
-    "left; raise its bound, or unpin some"
-)
+# What pins may take of the room: the rest is for everybody.
+PINNED_SHARE = 0.5
+_FULL = "pinned KV may take {most:.0f} of the store's {max_bytes} bytes, and would take {held}; "
 V = TypeVar("V")
+
+
+def too_many_pins(held: int, max_bytes: int) -> StoreFullError:
+    """The error of pins that take more than their share.
+
+    Args:
+        held: bytes that they would take.
+    """
+    full = _FULL.format(most=PINNED_SHARE * max_bytes, max_bytes=max_bytes, held=held)
+    return StoreFullError(f"{full}unpin some, or raise the store's bound")
+
+
+def until_when(ttl_seconds: float | None) -> float | None:
+    """When so many seconds will be over, in seconds since 1970.
+
+    Raises:
+        ConfigError: the time is not positive.
+    """
+    if ttl_seconds is not None and not ttl_seconds > 0:
+        raise ConfigError(f"a time to live is more than 0 seconds, not {ttl_seconds}")
+    return None if ttl_seconds is None else time.time() + ttl_seconds
 
 
 class Evicting(Generic[V]):
@@ -40,85 +61,110 @@ class Evicting(Generic[V]):
             size: bytes of an entry.
         """
         self.max_bytes, self._size = max_bytes, size
-        self.nbytes = self._small_bytes = 0
+        self.nbytes = self._small_bytes = self._pinned_bytes = 0
         self._small: OrderedDict[str, V] = OrderedDict()
         self._main: OrderedDict[str, V] = OrderedDict()
-        self._uses: dict[str, int] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()
         self._pinned: dict[str, V] = {}
+        self._uses: dict[str, int] = {}
+        self._until: dict[str, float] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._uses)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._uses
+        return key in self._uses and not self._is_over(key)
 
     def values(self) -> Iterator[V]:
         """All entries."""
-        yield from self._small.values()
-        yield from self._main.values()
-        yield from self._pinned.values()
+        for queue in (self._small, self._main, self._pinned):
+            yield from queue.values()
 
     def get(self, key: str) -> V | None:
-        """An entry, which counts as a use; None if it is not there."""
-        if key not in self._uses:
-            return None
-        self._uses[key] = min(MOST_USES, self._uses[key] + 1)
-        return self._queue(key)[key]
+        """An entry; None if it is not there."""
+        return self._queue(key)[key] if key in self else None
+
+    def touch(self, key: str) -> None:
+        """Count a use of an entry, if it is there."""
+        if key in self._uses:
+            self._uses[key] = min(MOST_USES, self._uses[key] + 1)
 
     def put(self, key: str, value: V) -> None:
         """Add an entry, or replace it; others leave for it.
 
         Raises:
-            StoreFullError: what is pinned leaves too little room; nothing is changed.
+            StoreFullError: it is larger than what pins leave; nothing is changed.
         """
-        held = sum(self._size(one) for name, one in self._pinned.items() if name != key)
+        held = self._pinned_bytes if key not in self._pinned else 0
         if held + self._size(value) > self.max_bytes:
-            raise StoreFullError(NO_ROOM.format(held=held, max_bytes=self.max_bytes))
-        queue = self._queue(key) if key in self else self._small
+            raise too_many_pins(held, self.max_bytes)
+        queue = self._queue(key) if key in self._uses else self._small
         queue = self._main if key in self._gone else queue
         uses = self._uses.get(key, 0)
-        self.pop(key)
+        for name in [name for name in self._until if self._is_over(name)]:
+            self.pop(name)
+        if key in self._uses:
+            self._taken(key)
+        self._gone.pop(key, None)
         while self.nbytes + self._size(value) > self.max_bytes:
             self._make_room()
         self._add(queue, key, value, uses)
 
-    def pin(self, key: str, *, pinned: bool) -> None:
-        """Have an entry, if it is there, stay whatever comes, or leave as others do."""
-        if key in self and pinned != (key in self._pinned):
+    def hold(self, key: str, *, pinned: bool | None, until: float | None) -> bool:
+        """Say how long an entry is kept, see `KVStore.hold`; says whether it is there."""
+        if key not in self:
+            return False
+        if pinned is not None and pinned != (key in self._pinned):
+            held = self._pinned_bytes + self._size(self._queue(key)[key])
+            if pinned and held > PINNED_SHARE * self.max_bytes:
+                raise too_many_pins(held, self.max_bytes)
             uses = self._uses[key]
             self._add(self._pinned if pinned else self._small, key, self._taken(key), uses)
+        if until is not None:
+            self._until[key] = until
+        return True
+
+    def pop(self, key: str) -> V | None:
+        """Take an entry out, and forget that it was there."""
+        self._gone.pop(key, None)
+        self._until.pop(key, None)
+        return self._taken(key) if key in self._uses else None
+
+    def _is_over(self, key: str) -> bool:
+        until = self._until.get(key)
+        return until is not None and until <= time.time()
 
     def _queue(self, key: str) -> dict[str, V]:
         queues: tuple[dict[str, V], ...] = (self._small, self._main, self._pinned)
         return next(queue for queue in queues if key in queue)
 
-    def pop(self, key: str) -> V | None:
-        """Take an entry out, and forget that it was there."""
-        self._gone.pop(key, None)
-        return self._taken(key) if key in self._uses else None
-
     def _add(self, queue: dict[str, V], key: str, value: V, uses: int) -> None:
         queue[key], self._uses[key] = value, uses
-        self.nbytes += self._size(value)
-        self._small_bytes += self._size(value) if queue is self._small else 0
+        self._count(queue, self._size(value))
 
     def _taken(self, key: str) -> V:
-        is_small = key in self._small
-        value = self._queue(key).pop(key)
+        queue = self._queue(key)
+        value = queue.pop(key)
         del self._uses[key]
-        self.nbytes -= self._size(value)
-        self._small_bytes -= self._size(value) if is_small else 0
+        self._count(queue, -self._size(value))
         return value
+
+    def _count(self, queue: dict[str, V], nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._small_bytes += nbytes if queue is self._small else 0
+        self._pinned_bytes += nbytes if queue is self._pinned else 0
 
     def _make_room(self) -> None:
         """Let the oldest entry of a queue leave, or move on if it was used."""
         is_small = not self._main or self._small_bytes >= SMALL_SHARE * self.max_bytes
+        is_small = is_small and bool(self._small)
         key = next(iter(self._small if is_small else self._main))
         uses, value = self._uses[key], self._taken(key)
         if uses:
             self._add(self._main, key, value, 0 if is_small else uses - 1)
-        elif is_small:
+            return
+        self._until.pop(key, None)
+        if is_small:
             self._gone[key] = None
-            while len(self._gone) > len(self._uses) + 1:
+            while len(self._gone) > len(self._uses) - len(self._pinned) + 1:
                 self._gone.popitem(last=False)

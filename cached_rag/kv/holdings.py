@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from cached_rag.errors import ConfigError, StoreError
-from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, Term, inner_ids, unpack
+from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, inner_ids, unpack
 from cached_rag.kv.fingerprint import digest
 
 if TYPE_CHECKING:
@@ -28,13 +28,6 @@ CATALOG = "catalog.sqlite"
 FOLDER = "prompts"
 # Not if one came back and is doomed anew meanwhile: it may have new KV.
 _DONE = "WHERE model = ? AND namespace = ? AND text_digest = ? AND (SELECT count FROM revivals) = ?"
-
-
-class Pin(Protocol):
-    """Pins KV of keys, see `KVStore.pin`."""
-
-    def __call__(self, keys: Iterable[str], *, pinned: bool) -> None:
-        """Do it."""
 
 
 class _Doomed(NamedTuple):
@@ -91,9 +84,9 @@ class Removals:
         with self._database.transaction() as connection:
             connection.executemany(f"INSERT OR IGNORE INTO doomed SELECT {columns} {where}", rows)
             connection.executemany(f"DELETE {where}", rows)
-            for table in ("learned", "terms"):
-                sql = f"DELETE FROM {table} WHERE namespace = ? AND text_digest = ?"
-                connection.executemany(sql, rows)
+            connection.executemany(
+                "DELETE FROM learned WHERE namespace = ? AND text_digest = ?", rows
+            )
             connection.execute("UPDATE removals SET count = count + 1")
 
     def finish(self, text_digests: Collection[str] | None = None) -> int:
@@ -221,24 +214,22 @@ def forget_digests(
         return removals.remove({*text_digests, *learned})
 
 
-def hold(folder: Path, texts: Iterable[str], term: Term) -> None:
-    """Say how long KV of texts of the tenant "" is kept.
+def hold(folder: Path, texts: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
+    """Say how long KV of texts of the tenant "" is kept, by all models; see `KVStore.hold`.
 
     Raises:
-        StoreError: the folder's databases cannot be written.
+        StoreError: the folder's databases cannot be written, or there are too many pins.
     """
-    with closing(_catalog(folder)) as catalog, closing(_disk(folder)) as disk:
-        keep(catalog, disk.pin, {digest(text.strip()) for text in texts}, term)
-
-
-def keep(catalog: Catalog, pin: Pin, text_digests: Collection[str], term: Term) -> None:
-    """As `hold`, given what is open. What is encoded later is pinned then."""
-    catalog.set_term(text_digests, term)
-    for maker in catalog.makers():
-        behinds = catalog.behinds(maker.model)
-        for found in catalog.find(text_digests, maker.model):
-            keys = catalog.keys_of(maker.model, found.token_ids, behinds)
-            pin(keys, pinned=term.pinned)
+    digests, keys = [digest(text.strip()) for text in texts], list[str]()
+    for maker in makers(folder):
+        with closing(_catalog(folder, maker.model)) as catalog:
+            behinds = catalog.behinds(maker.model)
+            for found in catalog.find(digests):
+                keys += catalog.keys_of(maker.model, found.token_ids, behinds)
+    if not keys:
+        return 0
+    with closing(_disk(folder)) as disk:
+        return disk.hold(keys, pinned=pinned, until=until)
 
 
 def unused(folder: Path, name: str, dtypes: Sequence[str]) -> list[Holding]:

@@ -49,6 +49,8 @@ class KVStore(Protocol):
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """The module, or None if it is not held. The caller must not write into its tensors.
 
+        It counts no use: see `touch`.
+
         Raises:
             CorruptBlobError: held, but damaged or with other token ids; the entry is gone then.
         """
@@ -59,7 +61,19 @@ class KVStore(Protocol):
         ...
 
     def touch(self, key: str) -> None:
-        """Count a use of an entry that a faster store had."""
+        """Count a use of an entry, if it is there: what is used more leaves later."""
+        ...
+
+    def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
+        """Say how long entries are kept, those that are there; says how many these are.
+
+        Args:
+            pinned: whether they stay, whatever comes; None leaves that as it is.
+            until: when they go, in seconds since 1970, infinite for never; None leaves that.
+
+        Raises:
+            StoreFullError: pins would take more than `PINNED_SHARE` of the room.
+        """
         ...
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
@@ -73,10 +87,6 @@ class KVStore(Protocol):
         Raises:
             StoreFullError: it does not fit; nothing is changed.
         """
-        ...
-
-    def pin(self, keys: Iterable[str], *, pinned: bool) -> None:
-        """Have entries stay whatever comes, or leave as others do; keys without one do nothing."""
         ...
 
     def delete(self, key: str) -> bool:
@@ -130,7 +140,12 @@ class MemoryStore:
     def touch(self, key: str) -> None:
         """See `KVStore.touch`."""
         with self._lock:
-            self._entries.get(key)
+            self._entries.touch(key)
+
+    def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
+        """See `KVStore.hold`."""
+        with self._lock:
+            return sum([self._entries.hold(key, pinned=pinned, until=until) for key in keys])
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """See `KVStore.put`. If the tensors are views of larger ones, they are copied."""
@@ -154,12 +169,6 @@ class MemoryStore:
         tensor = tensor.to(self.device)
         pins = self.device.type == "cpu" and torch.cuda.is_available()
         return tensor.pin_memory() if pins else tensor
-
-    def pin(self, keys: Iterable[str], *, pinned: bool) -> None:
-        """See `KVStore.pin`."""
-        with self._lock:
-            for key in keys:
-                self._entries.pin(key, pinned=pinned)
 
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""
@@ -189,7 +198,7 @@ class TieredStore:
         """
         level, kv = self._first(lambda tier: tier.get(key, token_ids))
         if kv is not None:
-            self._touch_below(level, key)
+            self._touch_from(level, key)
         if kv is None or not level:
             return kv
         self._keep(level, key, kv)
@@ -199,16 +208,20 @@ class TieredStore:
         """As `get`, but unread, and left where it is."""
         level, source = self._first(lambda tier: tier.open(key, token_ids))
         if source is not None:
-            self._touch_below(level, key)
+            self._touch_from(level, key)
         return source
 
     def touch(self, key: str) -> None:
         """See `KVStore.touch`."""
-        self._touch_below(-1, key)
+        self._touch_from(0, key)
 
-    def _touch_below(self, level: int, key: str) -> None:
-        for tier in self.tiers[level + 1 :]:
+    def _touch_from(self, level: int, key: str) -> None:
+        for tier in self.tiers[level:]:
             tier.touch(key)
+
+    def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
+        """See `KVStore.hold`. Copies in faster tiers leave by themselves."""
+        return self.tiers[-1].hold(keys, pinned=pinned, until=until)
 
     def _first(self, read: Callable[[KVStore], _T | None]) -> tuple[int, _T | None]:
         """The number of the first tier that has something, and what it has."""
@@ -239,10 +252,6 @@ class TieredStore:
             self._keep(level, key, kv, wanted)
         else:
             self._keep(level, key, kv)
-
-    def pin(self, keys: Iterable[str], *, pinned: bool) -> None:
-        """See `KVStore.pin`. It is the last tier that has to keep them."""
-        self.tiers[-1].pin(keys, pinned=pinned)
 
     def delete(self, key: str) -> bool:
         """Delete an entry from all tiers; says whether any had it.

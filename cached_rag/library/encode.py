@@ -254,6 +254,8 @@ def encode_composed(
 ) -> Iterator[ModuleKV]:
     """KV of chunks, each alone behind some tokens, with what they do to states; see `Composer`.
 
+    The shortest have none.
+
     Args:
         before: tokens from position 0 on.
 
@@ -268,18 +270,18 @@ def encode_composed(
         model.prefill(base, torch.tensor([before]), num_logits=0)
     for ids in chunks:
         check_fits(model, start, len(ids))
+        if len(ids) <= COMPOSE_ANCHORS + MAX_TRIM:
+            continue  # all of it would be computed again
         buffer = KVBuffer.like(model.shapes, start + len(ids))
         if before:
             buffer.place(base.read(0, start, tuple(before)), 0, _IN_PLACE)
         buffer.states = base.states and base.states.copy()
-        whole, at = torch.tensor([(*before, *ids)]), start
+        whole = torch.tensor([(*before, *ids)])
         begin, end = start + COMPOSE_ANCHORS, start + len(ids) - MAX_TRIM
-        change = None
-        if begin < end:
-            model.prefill(buffer, whole[:, :begin], torch.arange(start, begin), num_logits=0)
-            packed = model.composer.compute(buffer, whole[:, :end], torch.arange(begin, end))
-            change, at = Change(COMPOSE_ANCHORS, len(ids) - MAX_TRIM, packed), end
-        model.prefill(buffer, whole, torch.arange(at, whole.shape[1]), num_logits=0)
+        model.prefill(buffer, whole[:, :begin], torch.arange(start, begin), num_logits=0)
+        packed = model.composer.compute(buffer, whole[:, :end], torch.arange(begin, end))
+        model.prefill(buffer, whole, torch.arange(end, whole.shape[1]), num_logits=0)
+        change = Change(COMPOSE_ANCHORS, end - start, packed)
         yield replace(buffer.read(start, start + len(ids), ids), change=change)
 
 

@@ -108,7 +108,6 @@ class Encoder:
         documents = _documents(texts)
         if documents:
             self.library.check_kept()
-            self.library.refresh()
         self.contexts.update({one.name: one for one in contexts if one is not None})
         flat = [text.strip() for one in documents for text in one]
         for text in flat:

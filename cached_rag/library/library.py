@@ -7,7 +7,6 @@ in prompts, and the store has their KV. Of the model it knows only the fingerpri
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,10 +19,10 @@ import torch
 from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker, Term
+from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.database import BRIEFLY_S
 from cached_rag.kv.disk import DiskStore
-from cached_rag.kv.holdings import CATALOG, Removals, keep
+from cached_rag.kv.holdings import CATALOG, Removals
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.matching import ChunkTable, EncodedAfter
@@ -47,7 +46,6 @@ class Known:
             prefix, the one of the highest rank.
         lock: to be held while any of these is changed.
         undeleted: keys whose KV could not be deleted from the remote tier.
-        terms: how long KV of texts is kept, by their digests, where that was said.
         users: number of libraries that use it.
     """
 
@@ -56,29 +54,9 @@ class Known:
         self.encoded_after: list[EncodedAfter] = []
         self.lock = threading.Lock()
         self.undeleted: set[str] = set()
-        self.terms: dict[str, Term] = {}
-        self._next_due = math.inf
         self.users = 0
         self._catalog = catalog
         self._learned: dict[str, None] = {}  # the oldest first, where there is no catalog
-
-    def set_terms(self, terms: Mapping[str, Term]) -> None:
-        """Replace what was said of all texts; under the lock."""
-        self.terms = dict(terms)
-        self._next_due = min(
-            (t.until for t in terms.values() if t.until is not None), default=math.inf
-        )
-
-    def due(self, now: float) -> list[str]:
-        """Digests of the texts whose time is over; they are not due again."""
-        if now < self._next_due:
-            return []
-        with self.lock:
-            over = [
-                n for n, term in self.terms.items() if term.until is not None and term.until <= now
-            ]
-            self.set_terms({name: self.terms[name] for name in self.terms.keys() - {*over}})
-        return over
 
     def learned(self) -> list[str]:
         """The digests of learned texts, the oldest first."""
@@ -182,9 +160,7 @@ class Library:
                 self._lost = error
                 _log.warning("nothing is cached on disk: %s", error)
         self.maker, self.namespace = maker, config.namespace
-        self.is_pipelined = bool(config.pipelined)
-        self._pins, self._ttl_seconds = config.pinned, config.ttl_seconds
-        self._is_expiring = False
+        self.is_pipelined, self._ttl_seconds = bool(config.pipelined), config.ttl_seconds
         tiers = tuple(memory_tiers(config, device)) if beside is None else beside.shelf.memory
         self.shelf: Shelf = Shelf(
             maker.model, self.namespace, tiers, disk, remote, self._deletions, refuses
@@ -207,7 +183,7 @@ class Library:
         self._unwritten: dict[str, ChunkRecord] = {}
         if self._catalog is not None:
             self._removals = self._finished(self._catalog)
-            self._take_over(self._catalog, force=True)
+        self.refresh(force=True)
 
     def _finished(self, catalog: Catalog) -> Removals:
         """The removals of this tenant; those that were interrupted are finished."""
@@ -248,32 +224,21 @@ class Library:
             self._drop_from_memory(self.table)
 
     def refresh(self, *, force: bool = False) -> None:
-        """Take over what other processes added or removed, and forget texts whose time is over.
-
-        Cheap if there is nothing new.
+        """Take over what other processes added or removed. Cheap if there is nothing new.
 
         Args:
             force: read the catalog even if it has not changed.
         """
-        if self._catalog is not None:
-            self._take_over(self._catalog, force=force)
-        if not self._is_expiring and (due := self.known.due(time.time())):
-            self._is_expiring = True  # a removal refreshes, too
-            try:
-                with self.shelf.spared():
-                    self._remove(due)
-            finally:
-                self._is_expiring = False
-
-    def _take_over(self, catalog: Catalog, *, force: bool) -> None:
+        if self._catalog is None:
+            return
         gone: list[ChunkRecord] = []
         with self.shelf.spared(), self.known.lock:
-            if not (catalog.changed() or force):
+            if not (self._catalog.changed() or force):
                 return
             try:
-                gone = self._read(catalog)
+                gone = self._read(self._catalog)
             except BaseException:
-                catalog.was_not_read()
+                self._catalog.was_not_read()
                 raise
         self._let_go(gone)
 
@@ -285,7 +250,6 @@ class Library:
         known = catalog.text_digests() | self._unwritten.keys() if is_new else frozenset()
         added = list(catalog.modules(after=self._last_row))
         self.known.read_behinds(catalog)
-        self.known.set_terms(catalog.terms())
         if is_new:
             gone = [chunk for chunk in self.table if chunk.text_digest not in known]
             self.table.discard(gone)
@@ -366,26 +330,6 @@ class Library:
         if self._catalog is not None:  # first: `refresh` removes chunks that are not in the catalog
             self._catalog.add_chunks(chunks)
         self._know(chunks)
-        if self._pins or self._ttl_seconds is not None:
-            self.hold(chunks, pinned=self._pins, ttl_seconds=self._ttl_seconds)
-
-    def hold(
-        self, chunks: Sequence[ChunkRecord], *, pinned: bool, ttl_seconds: float | None
-    ) -> None:
-        """Say how long KV of texts is kept, from now on; see `Engine.hold`.
-
-        Raises:
-            StoreError: the files cannot be opened or written.
-        """
-        self.check_kept()
-        until = None if ttl_seconds is None else time.time() + ttl_seconds
-        names, term = [chunk.text_digest for chunk in chunks], Term(pinned, until)
-        if self._catalog is None:
-            self.shelf.store.pin(self._keys(chunks), pinned=pinned)
-        else:
-            keep(self._catalog, self.shelf.store.pin, names, term)
-        with self.known.lock:
-            self.known.set_terms(self.known.terms | dict.fromkeys(names, term))
 
     def register(self, chunks: Sequence[ChunkRecord]) -> None:
         """As `add_chunks`, but never waits long, and never fails.
@@ -462,8 +406,6 @@ class Library:
             for text_digest in text_digests:
                 self._unwritten.pop(text_digest, None)
             self.known.unmark(text_digests)
-            gone = {*text_digests}
-            self.known.set_terms({n: t for n, t in self.known.terms.items() if n not in gone})
             self.table.discard(chunks)
         try:
             if self._removals is not None:
@@ -531,8 +473,20 @@ class Library:
         if text_digest is None and behind.context and self._catalog is not None:
             self._catalog.add_other(kv.token_ids, behind.context)
         self.shelf.keep(behind, kv, wanted)
-        if text_digest is not None and self.known.terms.get(text_digest, Term()).pinned:
-            self.shelf.store.pin([self.shelf.key(behind, kv.token_ids)], pinned=True)
+        if self._ttl_seconds is not None:
+            key, until = self.shelf.key(behind, kv.token_ids), time.time() + self._ttl_seconds
+            self.shelf.store.hold([key], pinned=None, until=until)
+
+    def hold(
+        self, chunks: Iterable[ChunkRecord], *, pinned: bool | None, until: float | None
+    ) -> int:
+        """Say how long the KV of chunks is kept; see `KVStore.hold`.
+
+        Raises:
+            StoreError: the files cannot be opened or written, or there are too many pins.
+        """
+        self.check_kept()
+        return self.shelf.store.hold(self._keys(chunks), pinned=pinned, until=until)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to read the KV of texts into memory, in the encoding with the longest prefix.

@@ -48,6 +48,8 @@ class UnionSelector(QuestionSelector):
                 "only methods that choose their rows before the first layer can be joined, and at "
                 "most one that asks the question (a3, infoflow, prophetkv)"
             )
+        if any(m.composes for m in self.members):
+            raise ConfigError("compose chooses nothing that could be joined with another method")
         if any(m.follow_tokens for m in self.members):
             raise ConfigError("a method that is joined with others has no follow_tokens")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, IndexMismatchError, StoreError
-from cached_rag.kv.catalog import Term
+from cached_rag.kv.eviction import until_when
 from cached_rag.kv.holdings import forget, held_bytes, hold
 from cached_rag.options import check_types, require
 from cached_rag.rag.answer import Prompts
@@ -43,7 +42,7 @@ class IndexConfig:
     Attributes:
         embedding: the model that embeds: a hub id, a folder or an alias of sentence-transformers.
         chunk_tokens: most tokens of a chunk, counted by the model's tokenizer.
-        codec: how KV is kept on disk: "raw", or "int8" for half of it (docs/store.md).
+        codec: how KV is kept on disk: "raw", "int8" or "int4" (docs/store.md).
         primers: in how many passes a chunk is encoded, each behind another neutral text, 1 to 3;
             their mean is kept (docs/methods.md).
         first_exact: encode chunks behind the prompt's head alone, too, so that the first chunk of a
@@ -278,10 +277,12 @@ class IndexFolder:
         self.index.forgotten(texts)
         return gone
 
-    def hold(self, texts: Sequence[str], *, pinned: bool, ttl_seconds: float | None) -> None:
+    def hold(self, texts: Sequence[str], *, pinned: bool | None, ttl_seconds: float | None) -> int:
         """Say how long KV of texts is kept, by whatever model; see `Engine.hold`."""
-        until = None if ttl_seconds is None else time.time() + ttl_seconds
-        hold(self.path / "kv", texts, Term(pinned, until))
+        count, until = 0, until_when(ttl_seconds)
+        if self._engine is not None:  # its KV may be elsewhere
+            count = self._engine.hold(texts, pinned=pinned, ttl_seconds=ttl_seconds)
+        return max(count, hold(self.path / "kv", texts, pinned=pinned, until=until))
 
     def forget_later(self, texts: Sequence[str]) -> None:
         """As `forget`; what the remote store does not delete now, the next `open` does."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cached_rag.backends.prompt_text import Message
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, StoreError, needs_extra
-from cached_rag.options import parted, require
+from cached_rag.options import parted
 from cached_rag.rag.answer import Answer, AnswerStream, conversation, resumed, searched
 from cached_rag.rag.asking import Asking, Chat, find
 from cached_rag.rag.chunks import Embeddings, cross_encoder
@@ -292,26 +292,29 @@ class CachedRAG:
             ) from error
 
     def hold(
-        self, source: str | Path, *, pinned: bool = False, ttl_seconds: float | None = None
-    ) -> None:
-        """Say how long a document's KV is kept; replaces what was said. Loads no model.
+        self,
+        source: str | Path,
+        *,
+        pinned: bool | None = None,
+        ttl_seconds: float | None = None,
+    ) -> int:
+        """Say how long the KV of a document is kept that there is now. Loads no model.
 
-        Chunks that other documents have, too, are kept in the same way.
+        The document stays in the index, and its KV is computed anew where it is needed.
 
         Args:
             source: as in `delete`.
-            pinned: it never leaves for others' room (`disk_bytes`).
-            ttl_seconds: so long from now on; then the KV goes, when something is asked or ingested
-                the next time. The document stays, and its text is computed anew. None for ever.
+            pinned, ttl_seconds: see `Engine.hold`; as for other documents with the same chunks.
+
+        Returns:
+            How many KVs these are.
 
         Raises:
             DocumentError: there is no such document, or the path stands for several.
-            ConfigError: the time is not positive.
-            StoreError: the folder cannot be written.
+            ConfigError, StoreFullError, StoreError: as `Engine.hold`.
         """
-        require(ttl_seconds is None or ttl_seconds > 0, f"no time to live: {ttl_seconds}")
         texts = self.index.texts(self.index.roots.find(source))
-        self._folder.hold(texts, pinned=pinned, ttl_seconds=ttl_seconds)
+        return self._folder.hold(texts, pinned=pinned, ttl_seconds=ttl_seconds)
 
     # Questions -------------------------------------------------------------------------------
 

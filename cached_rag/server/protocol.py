@@ -310,8 +310,7 @@ class DocumentsRequest(Strict):
     Attributes:
         texts: a list among them has the chunks of one document in their order; see `Engine.encode`.
         messages: how prompts with them begin; `{documents}` marks where the texts will stand.
-        pinned, ttl_seconds: how long their KV is kept, see `Engine.hold`; without either, what was
-            said before stays.
+        pinned, ttl_seconds: how long their KV is kept, see `Engine.hold`. Nothing to DELETE.
     """
 
     texts: list[Text | Annotated[list[Text], Field(min_length=1, max_length=_MOST)]] = Field(

@@ -20,7 +20,6 @@ from cached_rag.backends.thread import submit
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import BusyError, ConfigError, ContextOverflowError
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.options import require
 from cached_rag.server.forms import Json
 from cached_rag.server.protocol import DocumentsRequest
 
@@ -169,13 +168,7 @@ class Documents:
         return {"encoded": encoded, "known": known, "tokens": tokens, "skipped": skipped}
 
     async def forget(self, request: DocumentsRequest, tenant: str) -> Json:
-        """Delete texts and their KV; returns how many KVs went.
-
-        Raises:
-            ConfigError: the request says how long they are kept.
-        """
-        is_kept = request.pinned is not None or request.ttl_seconds is not None
-        require(not is_kept, "pinned and ttl_seconds are not for texts that are forgotten")
+        """Delete texts and their KV; returns how many KVs went."""
 
         def forget() -> Json:
             with self._tenants.using(tenant, request.cache_salt) as engine:
@@ -197,7 +190,7 @@ def _encoded(engine: Engine, one: str | list[str], prefix: Rendered | None) -> E
 
 def _hold(engine: Engine, one: str | list[str], request: DocumentsRequest) -> None:
     texts = [one] if isinstance(one, str) else one
-    engine.hold(texts, pinned=bool(request.pinned), ttl_seconds=request.ttl_seconds)
+    engine.hold(texts, pinned=request.pinned, ttl_seconds=request.ttl_seconds)
 
 
 def _head(engine: Engine, request: DocumentsRequest) -> Rendered | None:

@@ -75,15 +75,15 @@ def hit_rates(
 ) -> list[HitRow]:
     """Replay a trace: its first half makes the caches warm, its second half is counted."""
     half = len(trace) // 2
-    chunks = max(chunks, int(trace.max()) + 1)
-    counts = np.bincount(trace[:half], minlength=chunks)
+    asked = float((trace[half:] < chunks).mean())  # the others are used once
+    counts = np.bincount(trace[:half], minlength=int(trace.max()) + 1)
     ranked = np.argsort(-counts, kind="stable")
     rows = []
     for share in kept:
         size = max(1, round(share * chunks))
-        is_kept = np.zeros(chunks, dtype=bool)
+        is_kept = np.zeros(len(counts), dtype=bool)
         is_kept[ranked[:size]] = True
-        known = harmonic(size, exponent) / harmonic(chunks, exponent)
+        known = asked * harmonic(size, exponent) / harmonic(chunks, exponent)
         counted = float(is_kept[trace[half:]].mean())
         lru, store = (hits(trace, cache, half) for cache in (LRU(size), Stored(size)))
         rows.append(HitRow(share, lru, store, counted, known))
@@ -121,7 +121,8 @@ class Stored:
 
     def use(self, chunk: int) -> bool:
         """See `Cache`."""
-        is_there = self._kept.get(str(chunk)) is not None
+        self._kept.touch(str(chunk))
+        is_there = str(chunk) in self._kept
         if not is_there:
             self._kept.put(str(chunk), chunk)
         return is_there

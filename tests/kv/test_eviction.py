@@ -56,6 +56,7 @@ class Twin:
 
 
 def used(cache, key):
+    cache.touch(key)
     if cache.get(key) is None:
         cache.put(key, key)
 
@@ -110,6 +111,7 @@ def module(number):
 
 
 def asked(store, number):
+    store.touch(f"{number:040}")
     if store.get(f"{number:040}", (number,)) is None:
         store.put(f"{number:040}", module(number))
 
