@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import permutations
 
@@ -11,7 +12,7 @@ from conftest import CHUNKS, HYBRIDS, ask, plain_logits, random_ids, tiny_model
 
 from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig
 from cached_rag.errors import ModelError, RelocationError
-from cached_rag.kv.buffer import Change, KVBuffer
+from cached_rag.kv.buffer import Change, KVBuffer, LayerLoader
 from cached_rag.library.encode import COMPOSE_ANCHORS, encode_composed
 
 TOLERANCE = 1e-4
@@ -131,6 +132,24 @@ def test_chunks_in_another_order_are_composed_and_near(model):
         auto = engine.generate(messages, max_tokens=8, ignore_eos=True)
         full = engine.generate(messages, method="full", max_tokens=8, ignore_eos=True)
         assert auto.token_ids == full.token_ids
+
+
+def test_kv_that_is_placed_layer_by_layer_is_waited_for(model, monkeypatch):
+    messages, found = ask(*TEXTS, system=HEAD), []
+    with Engine(model, replace(COMPOSED, sequence_bytes=0)) as engine:
+        engine.encode(TEXTS)
+        for seconds in (None, 0.02):
+            if seconds is not None:  # as if it were in another device's memory, and slow
+                monkeypatch.setattr("cached_rag.engine.prefill.ModuleKV", LayerLoader)
+                plain = KVBuffer.place_layer
+
+                def slow(*args, seconds=seconds, plain=plain):
+                    time.sleep(seconds)
+                    plain(*args)
+
+                monkeypatch.setattr(KVBuffer, "place_layer", slow)
+            found.append(first_logits(engine, messages, method="compose")[0])
+    assert torch.equal(*found)
 
 
 def test_a_composed_conversation_goes_on(model):
