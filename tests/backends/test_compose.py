@@ -135,21 +135,21 @@ def test_chunks_in_another_order_are_composed_and_near(model):
 
 
 def test_kv_that_is_placed_layer_by_layer_is_waited_for(model, monkeypatch):
-    messages, found = ask(*TEXTS, system=HEAD), []
-    with Engine(model, replace(COMPOSED, sequence_bytes=0)) as engine:
-        engine.encode(TEXTS)
-        for seconds in (None, 0.02):
-            if seconds is not None:  # as if it were in another device's memory, and slow
-                monkeypatch.setattr("cached_rag.engine.prefill.ModuleKV", LayerLoader)
-                plain = KVBuffer.place_layer
+    def logits():
+        with Engine(model, COMPOSED) as engine:
+            engine.encode(TEXTS)
+            return first_logits(engine, ask(*TEXTS, system=HEAD), method="compose")[0]
 
-                def slow(*args, seconds=seconds, plain=plain):
-                    time.sleep(seconds)
-                    plain(*args)
+    found, plain = logits(), KVBuffer.place_layer
 
-                monkeypatch.setattr(KVBuffer, "place_layer", slow)
-            found.append(first_logits(engine, messages, method="compose")[0])
-    assert torch.equal(*found)
+    def slow(*args):
+        time.sleep(0.2)
+        plain(*args)
+
+    # As if it were in another device's memory, and slow.
+    monkeypatch.setattr("cached_rag.engine.prefill.ModuleKV", LayerLoader)
+    monkeypatch.setattr(KVBuffer, "place_layer", slow)
+    assert torch.equal(logits(), found)
 
 
 def test_a_composed_conversation_goes_on(model):
