@@ -134,7 +134,9 @@ def test_chunks_in_another_order_are_composed_and_near(model):
         assert auto.token_ids == full.token_ids
 
 
-def test_kv_that_is_placed_layer_by_layer_is_waited_for(model, monkeypatch):
+def test_kv_that_is_placed_layer_by_layer_is_waited_for(monkeypatch):
+    model = remembering("qwen3_5")
+
     def logits():
         with Engine(model, COMPOSED) as engine:
             engine.encode(TEXTS)
