@@ -316,6 +316,10 @@ class FrameworkModel(_Fields):
         """Drop texts and their KV."""
         self.loaded_engine().forget(list(texts))
 
+    def hold(self, texts: Iterable[str], **terms: Any) -> int:
+        """Pin KV of texts, or let it live for a time; see `cached_rag.Engine.hold`."""
+        return self.loaded_engine().hold(list(texts), **terms)
+
     def token_ids(self, text: str) -> list[int]:
         """Token ids of a text, by the model's own tokenizer."""
         return self.loaded_engine().tokenization.literal(text).ids

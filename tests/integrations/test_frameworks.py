@@ -55,3 +55,11 @@ def test_copies_share_an_engine_that_was_given(engine):
         Plain(engine=engine, name="other", codec="int8")
     assert pickle.loads(pickle.dumps(llm)).engine is None
     assert new_call_id() != new_call_id()
+
+
+def test_texts_are_held_and_forgotten(engine):
+    llm = Plain(engine=engine, name="llama")
+    llm.encode(CHUNKS)
+    assert llm.hold(CHUNKS[:2], pinned=True) == 2
+    llm.forget(CHUNKS[:1])
+    assert llm.hold(CHUNKS[:2], ttl_seconds=3600) == 1
