@@ -297,8 +297,8 @@ class StoreConfig:
         composes: where layers keep states (Qwen 3.5, Granite 4 H), encode chunks all the same, with
             what they do to these states, for the method `compose`. An experiment: a chunk takes as
             many bytes as one or two states, twice with `first_exact` of an index (docs/methods.md).
-        ttl_seconds: KV is deleted so long after it was encoded, with the next KV that is kept; None
-            for never. For single texts, and to pin some, there is `Engine.hold`.
+        ttl_seconds: KV is used no more so long after it was encoded, and deleted with the next that
+            is kept; None for never. For single texts, and to pin some, there is `Engine.hold`.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without
@@ -373,6 +373,10 @@ class StoreConfig:
         require(
             not (self.composes and self.remote),
             "what chunks do to states is not kept in a remote store; leave out composes or remote",
+        )
+        require(
+            self.ttl_seconds is None or not self.remote,
+            "ttl_seconds does not reach a remote store; leave it out, or remote",
         )
         ttl = self.ttl_seconds
         require(ttl is None or ttl > 0, f"ttl_seconds must be positive, not {ttl}")

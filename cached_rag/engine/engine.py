@@ -412,15 +412,16 @@ class Engine:
 
         Args:
             pinned: whether it stays when others need room. Pins take half of a bound at most.
-            ttl_seconds: it is deleted so long from now on, with the next KV that is kept; until
-                then it is not used any more but where a copy is in memory. `math.inf` for never. If
-                a prompt has the text later, it is encoded anew.
+            ttl_seconds: so long from now on; then it is used no more, and deleted with the next KV
+                that is kept. `math.inf` for never. If a prompt has the text later, it is encoded
+                anew.
 
         Returns:
             How many KVs these are; a chunk that was encoded behind two prefixes has two.
 
         Raises:
-            ConfigError: `texts` is a single string, or the time is not positive.
+            ConfigError: `texts` is a single string, the time is not positive, or there is a remote
+                store, which would not learn of it.
             StoreFullError: pins would take more than half.
             StoreError: the files cannot be opened or written.
         """

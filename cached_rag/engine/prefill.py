@@ -236,9 +236,9 @@ def _run(
 
 def _wait(loader: LayerLoader | None, layers: int) -> None:
     """Wait until KV is placed in all layers."""
-    for layer in range(layers if loader is not None else 0):
-        assert loader is not None
-        loader.wait(layer)
+    if loader is not None:
+        for layer in range(layers):
+            loader.wait(layer)
 
 
 def _run_on(prompt: Prefilling, plan: Plan, buffer: KVBuffer, ids: torch.Tensor) -> int:

@@ -86,7 +86,7 @@ class DiskStore:
     def sizes(self) -> dict[str, int]:
         """By key, the bytes of its files in all codecs."""
         sizes = Counter[str]()
-        for entry in self._entries.all():
+        for entry in self._entries.held():
             sizes[entry.key] += entry.nbytes
         return sizes
 
@@ -132,6 +132,10 @@ class DiskStore:
         """See `KVStore.hold`."""
         with self._database.transaction() as connection:
             return self._entries.hold(connection, keys, self.max_bytes, pinned=pinned, until=until)
+
+    def ends(self, key: str) -> float:
+        """See `KVStore.ends`."""
+        return self._entries.ends(key, self.codec.name)
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Keep a module; see `KVStore.put`.
@@ -284,7 +288,7 @@ class Handoff:
         Args:
             fingerprint: the model's; with another one nothing is found.
             codec: as in `StoreConfig`.
-            max_bytes: most bytes of KV; what nobody has asked for leaves first.
+            max_bytes: most bytes of KV; the oldest leaves first.
 
         Raises:
             StoreError: it cannot be used.

@@ -17,7 +17,7 @@ from sqlite3 import Connection
 
 from cached_rag.errors import StoreError
 from cached_rag.kv.database import BRIEFLY_S, Database
-from cached_rag.kv.eviction import MOST_USES, PINNED_SHARE, SMALL_SHARE, too_many_pins
+from cached_rag.kv.eviction import MOST_USES, PINNED_SHARE, SMALL_SHARE, no_room, too_many_pins
 
 _log = logging.getLogger(__name__)
 _SCHEMA = """
@@ -90,8 +90,12 @@ class Entries:
         return total
 
     def all(self) -> list[Entry]:
-        """All entries, of all codecs."""
+        """All entries, of all codecs, those that are over as well."""
         return self.database.read(Entry, _SELECT)
+
+    def held(self) -> list[Entry]:
+        """All entries, of all codecs, that are not over."""
+        return self.database.read(Entry, f"{_SELECT} WHERE until > ?", time.time())
 
     def find(self, key: str, codec: str) -> Entry | None:
         """A key's entry in a codec, or None."""
@@ -109,7 +113,7 @@ class Entries:
         """Add an entry, as the last of its queue; returns those that it replaces or pushes out.
 
         Raises:
-            StoreFullError: what is pinned leaves too little room.
+            StoreFullError: it is larger than what pins leave.
         """
         this = (entry.key, entry.codec)
         gone = self.over(connection)
@@ -121,9 +125,11 @@ class Entries:
             connection, self.database.read(Entry, f"{_SELECT} WHERE {_THIS}", *this)
         )
         if max_bytes is not None:
-            gone += self.evict(connection, max_bytes, entry.nbytes)
-            if self.nbytes() + entry.nbytes > max_bytes:
-                raise too_many_pins(self.nbytes(), max_bytes)
+            # Of pins, what a process with a larger bound, or none, has beyond this one's share.
+            for pins in (True, False):
+                gone += self.evict(connection, max_bytes, entry.nbytes, pinned=pins)
+            if (held := self.nbytes()) + entry.nbytes > max_bytes:
+                raise no_room(entry.nbytes, max_bytes - held)
         sql = f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {_NOW}, ?, ?, ?)"
         connection.execute(sql, (*astuple(entry), is_main, *kept))
         return gone
@@ -147,16 +153,23 @@ class Entries:
         """See `KVStore.hold`; of all codecs."""
         sql = (
             "UPDATE files SET pinned = coalesce(?, pinned), until = coalesce(?, until)"
-            " WHERE key = ?"
+            " WHERE key = ? AND until > ?"
         )
-        rows = [(pinned, until, key) for key in keys]
-        count = connection.executemany(sql, rows).rowcount
-        (held,) = self.database.read(
-            int, "SELECT coalesce(sum(nbytes), 0) FROM files WHERE pinned = 1"
+        now = time.time()
+        count = sum(
+            connection.execute(sql, (pinned, until, key, now)).rowcount > 0
+            for key in dict.fromkeys(keys)
         )
-        if pinned and max_bytes is not None and held > PINNED_SHARE * max_bytes:
-            raise too_many_pins(held, max_bytes)
-        return max(0, count)
+        held = "SELECT coalesce(sum(nbytes), 0) FROM files WHERE pinned = 1 AND until > ?"
+        (pins,) = self.database.read(int, held, now)
+        if pinned and max_bytes is not None and pins > PINNED_SHARE * max_bytes:
+            raise too_many_pins(pins, max_bytes)
+        return count
+
+    def ends(self, key: str, codec: str) -> float:
+        """See `KVStore.ends`."""
+        sql = f"SELECT until FROM files WHERE {_THIS}"
+        return next(iter(self.database.read(float, sql, key, codec)), math.inf)
 
     def remove(self, connection: Connection, entries: Iterable[Entry]) -> list[Entry]:
         """Take out entries, but none that has replaced them; returns those that were there."""
@@ -178,7 +191,8 @@ class Entries:
         """Take out entries until `max_bytes` are left, less some room, or none; returns them.
 
         Args:
-            pinned: take out those that are pinned, of all others.
+            pinned: take out those that are pinned, of all others; for room no more than are beyond
+                their share.
         """
         excess, gone = self.nbytes() + room - max_bytes, list[Entry]()
         queue = f"FROM files WHERE pinned = {int(pinned)} AND is_main = ?"
@@ -186,7 +200,8 @@ class Entries:
             self.database.read(int, f"SELECT coalesce(sum(nbytes), 0) {queue}", is_main)[0]
             for is_main in (0, 1)
         )
-        while excess > 0 and small + main:
+        least = PINNED_SHARE * max_bytes if pinned and room else 0
+        while excess > 0 and small + main > least:
             is_small = not main or small >= max(1, SMALL_SHARE * max_bytes)
             (entry,) = self.database.read(
                 Entry, f"{_COLUMNS} {queue} ORDER BY turn LIMIT 1", not is_small

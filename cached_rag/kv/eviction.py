@@ -15,9 +15,10 @@ disk have the same queues in their table (`entries.py`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from cached_rag.errors import ConfigError, StoreFullError
@@ -26,7 +27,6 @@ from cached_rag.errors import ConfigError, StoreFullError
 SMALL_SHARE, MOST_USES = 0.1, 3
 # What pins may take of the room: the rest is for everybody.
 PINNED_SHARE = 0.5
-_FULL = "pinned KV may take {most:.0f} of the store's {max_bytes} bytes, and would take {held}; "
 V = TypeVar("V")
 
 
@@ -36,8 +36,18 @@ def too_many_pins(held: int, max_bytes: int) -> StoreFullError:
     Args:
         held: bytes that they would take.
     """
-    full = _FULL.format(most=PINNED_SHARE * max_bytes, max_bytes=max_bytes, held=held)
-    return StoreFullError(f"{full}unpin some, or raise the store's bound")
+    return StoreFullError(
+        f"pinned KV may take {PINNED_SHARE * max_bytes:.0f} of the store's {max_bytes} bytes, and "
+        f"would take {held}; unpin some, or raise the store's bound"
+    )
+
+
+def no_room(nbytes: int, room: int) -> StoreFullError:
+    """The error of KV for which pins leave too little room."""
+    return StoreFullError(
+        f"a module of {nbytes} bytes does not fit into the {room} that pinned KV leaves; unpin "
+        "some, or raise the store's bound"
+    )
 
 
 def until_when(ttl_seconds: float | None) -> float | None:
@@ -93,16 +103,17 @@ class Evicting(Generic[V]):
         """Add an entry, or replace it; others leave for it.
 
         Raises:
-            StoreFullError: it is larger than what pins leave; nothing is changed.
+            StoreFullError: it is larger than what pins leave.
         """
-        held = self._pinned_bytes if key not in self._pinned else 0
-        if held + self._size(value) > self.max_bytes:
-            raise too_many_pins(held, self.max_bytes)
+        for name in [name for name in self._until if self._is_over(name)]:
+            self.pop(name)
+        old = self._size(self._pinned[key]) if key in self._pinned else 0
+        room = self.max_bytes - self._pinned_bytes + old
+        if self._size(value) > room:
+            raise no_room(self._size(value), room)
         queue = self._queue(key) if key in self._uses else self._small
         queue = self._main if key in self._gone else queue
         uses = self._uses.get(key, 0)
-        for name in [name for name in self._until if self._is_over(name)]:
-            self.pop(name)
         if key in self._uses:
             self._taken(key)
         self._gone.pop(key, None)
@@ -110,19 +121,22 @@ class Evicting(Generic[V]):
             self._make_room()
         self._add(queue, key, value, uses)
 
-    def hold(self, key: str, *, pinned: bool | None, until: float | None) -> bool:
-        """Say how long an entry is kept, see `KVStore.hold`; says whether it is there."""
-        if key not in self:
-            return False
-        if pinned is not None and pinned != (key in self._pinned):
-            held = self._pinned_bytes + self._size(self._queue(key)[key])
-            if pinned and held > PINNED_SHARE * self.max_bytes:
-                raise too_many_pins(held, self.max_bytes)
+    def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
+        """See `KVStore.hold`."""
+        held = [key for key in dict.fromkeys(keys) if key in self]
+        moved = [k for k in held if pinned is not None and pinned != (k in self._pinned)]
+        pins = self._pinned_bytes + sum(self._size(self._queue(key)[key]) for key in moved)
+        if pinned and moved and pins > PINNED_SHARE * self.max_bytes:
+            raise too_many_pins(pins, self.max_bytes)
+        for key in moved:
             uses = self._uses[key]
             self._add(self._pinned if pinned else self._small, key, self._taken(key), uses)
-        if until is not None:
-            self._until[key] = until
-        return True
+        self._until |= {} if until is None else dict.fromkeys(held, until)
+        return len(held)
+
+    def ends(self, key: str) -> float:
+        """When an entry's time is over; infinite for never."""
+        return self._until.get(key, math.inf)
 
     def pop(self, key: str) -> V | None:
         """Take an entry out, and forget that it was there."""

@@ -6,6 +6,7 @@ And how they come from one place to another in the background. Knows no file for
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -49,7 +50,7 @@ class KVStore(Protocol):
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """The module, or None if it is not held. The caller must not write into its tensors.
 
-        It counts no use: see `touch`.
+        A store by itself counts no use by that: see `touch`.
 
         Raises:
             CorruptBlobError: held, but damaged or with other token ids; the entry is gone then.
@@ -72,8 +73,13 @@ class KVStore(Protocol):
             until: when they go, in seconds since 1970, infinite for never; None leaves that.
 
         Raises:
-            StoreFullError: pins would take more than `PINNED_SHARE` of the room.
+            StoreFullError: pins would take more than `PINNED_SHARE` of the room; nothing is
+                changed.
         """
+        ...
+
+    def ends(self, key: str) -> float:
+        """When an entry's time is over, in seconds since 1970; infinite for never."""
         ...
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
@@ -145,7 +151,12 @@ class MemoryStore:
     def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
         """See `KVStore.hold`."""
         with self._lock:
-            return sum([self._entries.hold(key, pinned=pinned, until=until) for key in keys])
+            return self._entries.hold(keys, pinned=pinned, until=until)
+
+    def ends(self, key: str) -> float:
+        """See `KVStore.ends`."""
+        with self._lock:
+            return self._entries.ends(key)
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """See `KVStore.put`. If the tensors are views of larger ones, they are copied."""
@@ -220,8 +231,16 @@ class TieredStore:
             tier.touch(key)
 
     def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
-        """See `KVStore.hold`. Copies in faster tiers leave by themselves."""
-        return self.tiers[-1].hold(keys, pinned=pinned, until=until)
+        """See `KVStore.hold`. Only the last tier pins: copies in others come again."""
+        found = list(keys)
+        count = self.tiers[-1].hold(found, pinned=pinned, until=until)
+        for tier in self.tiers[:-1]:
+            tier.hold(found, pinned=None, until=until)
+        return count
+
+    def ends(self, key: str) -> float:
+        """See `KVStore.ends`."""
+        return self.tiers[-1].ends(key)
 
     def _first(self, read: Callable[[KVStore], _T | None]) -> tuple[int, _T | None]:
         """The number of the first tier that has something, and what it has."""
@@ -266,9 +285,12 @@ class TieredStore:
         Args:
             wanted: says whether it is, where tier `level` does not have it.
         """
+        until = self.tiers[level].ends(key) if level else math.inf
         for tier in self.tiers[:level]:
             with suppress(StoreFullError):  # too large for a fast tier is no error
                 tier.put(key, kv)
+            if until < math.inf:
+                tier.hold([key], pinned=None, until=until)
         is_wanted = key in self.tiers[level] if wanted is None else wanted()
         if level and not is_wanted:
             for tier in self.tiers[:level]:

@@ -32,8 +32,9 @@ from cached_rag.kv.positions import PositionRule
 # stays in their caches.
 BATCH_TOKENS = 2048
 _IN_PLACE = PositionRule()
-# First tokens of a chunk that `compose` computes again.
+# First tokens of a chunk that `compose` computes again, and how many it computes of each in all.
 COMPOSE_ANCHORS = 8
+SHORTEST_COMPOSED = COMPOSE_ANCHORS + MAX_TRIM
 _NAMING = 40
 Ids = tuple[int, ...]
 # Most tokens of a window that stand there only for what follows, and are computed once more: two
@@ -254,27 +255,25 @@ def encode_composed(
 ) -> Iterator[ModuleKV]:
     """KV of chunks, each alone behind some tokens, with what they do to states; see `Composer`.
 
-    The shortest have none.
-
     Args:
         before: tokens from position 0 on.
+        chunks: of more than `SHORTEST_COMPOSED` tokens.
 
     Raises:
         ContextOverflowError: see `check_fits`.
         ModelError: what they do cannot be kept.
     """
     assert model.composer is not None
-    start = len(before)
+    start, kv = len(before), None
     base = KVBuffer.like(model.shapes, max(1, start))
     if before:
         model.prefill(base, torch.tensor([before]), num_logits=0)
+        kv = base.read(0, start, tuple(before))
     for ids in chunks:
         check_fits(model, start, len(ids))
-        if len(ids) <= COMPOSE_ANCHORS + MAX_TRIM:
-            continue  # all of it would be computed again
         buffer = KVBuffer.like(model.shapes, start + len(ids))
-        if before:
-            buffer.place(base.read(0, start, tuple(before)), 0, _IN_PLACE)
+        if kv is not None:
+            buffer.place(kv, 0, _IN_PLACE)
         buffer.states = base.states and base.states.copy()
         whole = torch.tensor([(*before, *ids)])
         begin, end = start + COMPOSE_ANCHORS, start + len(ids) - MAX_TRIM

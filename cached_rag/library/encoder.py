@@ -23,6 +23,7 @@ from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import ChunkRecord
 from cached_rag.library.encode import (
     BATCH_TOKENS,
+    SHORTEST_COMPOSED,
     Context,
     EncodeSummary,
     Ids,
@@ -357,6 +358,8 @@ class Encoder:
 
     def _wanted(self, behind: EncodedAfter, records: Sequence[Item]) -> dict[Ids, Item]:
         """The records that have no KV behind `behind`, by token ids."""
+        if self.model.keeps_states:  # of the shortest all would be computed again
+            records = [one for one in records if len(one[0].token_ids) > SHORTEST_COMPOSED]
         held = self.library.present(behind, [record for record, _ in records])
         return {r.token_ids: (r, text) for r, text in records if r.token_ids not in held}
 

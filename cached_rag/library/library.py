@@ -17,7 +17,7 @@ from weakref import WeakMethod, WeakValueDictionary
 import torch
 
 from cached_rag.config import StoreConfig
-from cached_rag.errors import StoreError
+from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.database import BRIEFLY_S
@@ -483,9 +483,15 @@ class Library:
         """Say how long the KV of chunks is kept; see `KVStore.hold`.
 
         Raises:
+            ConfigError: there is a remote store, and a time.
             StoreError: the files cannot be opened or written, or there are too many pins.
         """
         self.check_kept()
+        if until is not None and self.shelf.remote is not None:
+            raise ConfigError(
+                "a time to live does not reach the remote store, from which KV would come again; "
+                "forget the texts when it is over"
+            )
         return self.shelf.store.hold(self._keys(chunks), pinned=pinned, until=until)
 
     def prefetch(self, texts: Iterable[str]) -> None:

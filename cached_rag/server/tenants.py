@@ -143,15 +143,15 @@ class Documents:
         """Prefill texts, so that prompts with them need not.
 
         Returns:
-            Numbers of texts that were encoded now and that were known, tokens computed, and by
-            index the texts that were skipped and why.
+            Numbers of texts that were encoded now and that were known, of tokens computed, and of
+            KVs that are held; and by index the texts that were skipped and why.
 
         Raises:
             ConfigError: the messages do not say where the texts will stand.
             ContextOverflowError: what stands before the texts fills the model's context.
         """
         skipped: list[Json] = []
-        encoded = known = tokens = 0
+        encoded = known = tokens = held = 0
         with ExitStack() as lease:
             using = self._tenants.using(tenant, request.cache_salt)
             run = asyncio.get_running_loop().run_in_executor
@@ -161,11 +161,12 @@ class Documents:
                 # One by one, so that answers go on in between.
                 done = await run(self._threads, _encoded, engine, one, prefix)
                 if request.pinned is not None or request.ttl_seconds is not None:
-                    await run(self._threads, _hold, engine, one, request)
+                    held += await run(self._threads, _hold, engine, one, request)
                 encoded, tokens = encoded + done.encoded, tokens + done.tokens
                 known += done.present
                 skipped += [{"index": index, "reason": reason} for _, reason in done.skipped]
-        return {"encoded": encoded, "known": known, "tokens": tokens, "skipped": skipped}
+        counts = {"encoded": encoded, "known": known, "tokens": tokens, "held": held}
+        return {**counts, "skipped": skipped}
 
     async def forget(self, request: DocumentsRequest, tenant: str) -> Json:
         """Delete texts and their KV; returns how many KVs went."""
@@ -188,9 +189,11 @@ def _encoded(engine: Engine, one: str | list[str], prefix: Rendered | None) -> E
         return sum((_encoded(engine, text, prefix) for text in one), EncodeSummary())
 
 
-def _hold(engine: Engine, one: str | list[str], request: DocumentsRequest) -> None:
+def _hold(engine: Engine, one: str | list[str], request: DocumentsRequest) -> int:
+    """Hold those of these texts that were not skipped; says how many KVs these are."""
     texts = [one] if isinstance(one, str) else one
-    engine.hold(texts, pinned=request.pinned, ttl_seconds=request.ttl_seconds)
+    known = [text for text in texts if engine.library.table.get(text.strip()) is not None]
+    return engine.hold(known, pinned=request.pinned, ttl_seconds=request.ttl_seconds)
 
 
 def _head(engine: Engine, request: DocumentsRequest) -> Rendered | None:

@@ -170,3 +170,22 @@ def test_what_fits_nowhere_is_refused_and_nothing_leaves(tmp_path):
         with pytest.raises(StoreFullError):
             disk.put("1" * 40, ModuleKV((1,), 0, large, large))
         assert held(disk, [0]) == {0}
+
+
+def test_pins_that_are_over_count_no_more(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.time", lambda: now[0])
+    cache = Evicting(ROOM, lambda size: size)
+    cache.put("a", 8)
+    assert cache.hold(["a", "a", "b"], pinned=True, until=5.0) == 1
+    with pytest.raises(StoreFullError, match="does not fit into the 12"):
+        cache.put("c", 13)
+    cache.put("d", 3)
+    with pytest.raises(StoreFullError, match="pinned KV may take 10"):
+        cache.hold(["d"], pinned=True, until=None)
+    now[0] = 6.0
+    cache.put("c", 13)
+    cache.put("a", 6)
+    assert cache.get("a") == 6
+    assert cache._pinned_bytes == 0
+    assert cache.ends("a") == float("inf")

@@ -94,8 +94,7 @@ def test_pins_take_half_and_leave_the_rest_to_others(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_kv_whose_time_is_over_is_gone_and_comes_anew(kind, tmp_path, clock):
-    config = replace(settings(kind, tmp_path), memory_bytes=1 if kind == "disk" else 1 << 20)
-    with Engine(tiny_model("llama"), config) as engine:
+    with Engine(tiny_model("llama"), replace(settings(kind, tmp_path), write_back=False)) as engine:
         engine.encode(CHUNKS)
         engine.hold(CHUNKS[:2], ttl_seconds=60)
         engine.hold(CHUNKS[1:2], ttl_seconds=math.inf)
@@ -103,6 +102,8 @@ def test_kv_whose_time_is_over_is_gone_and_comes_anew(kind, tmp_path, clock):
         assert engine.generate(ask(*CHUNKS), max_tokens=1).report.modules_hit == 3
         clock(2)
         assert held(engine, CHUNKS) == CHUNKS[1:]
+        assert engine.generate(ask(*CHUNKS), max_tokens=1).report.modules_hit == 2
+        assert engine.hold(CHUNKS[:1], ttl_seconds=math.inf) == 0  # too late
         before = engine.library.shelf.store.nbytes
         engine.encode([OTHERS[0]])
         after = engine.library.shelf.store.nbytes
@@ -127,6 +128,31 @@ def test_a_setting_says_how_long_all_of_it_lives(kind, tmp_path, clock):
         assert held(engine, CHUNKS[:2]) == CHUNKS[:1]
 
 
+def test_a_copy_in_memory_ends_with_its_file(tmp_path, clock):
+    config = replace(settings("disk", tmp_path), write_back=False)
+    with Engine(tiny_model("llama"), config) as engine:
+        engine.encode(CHUNKS)
+        engine.hold(CHUNKS[:1], ttl_seconds=60)
+    with Engine(tiny_model("llama"), config) as engine:
+        assert engine.generate(ask(*CHUNKS), max_tokens=1).report.modules_hit == 3  # in memory now
+        assert len(engine.library.shelf.memory[0]) >= 3
+        clock(61)
+        assert engine.generate(ask(*CHUNKS), max_tokens=1).report.modules_hit == 2
+        assert engine.encode(CHUNKS).encoded == 1
+
+
+def test_pins_of_who_had_more_room_give_way(tmp_path):
+    with Engine(
+        tiny_model("llama"), replace(settings("disk", tmp_path), disk_bytes=None)
+    ) as engine:
+        engine.encode(OTHERS[:8])
+        assert engine.hold(OTHERS[:8], pinned=True) == 8
+    with Engine(tiny_model("llama"), settings("disk", tmp_path)) as engine:
+        engine.encode(CHUNKS)
+        assert held(engine, CHUNKS) == CHUNKS
+        assert 0 < len(held(engine, OTHERS[:8])) < 8
+
+
 def test_prune_takes_what_is_over_and_pins_last(tmp_path, clock):
     with Engine(tiny_model("llama"), settings("disk", tmp_path)) as engine:
         engine.encode(CHUNKS)
@@ -147,8 +173,9 @@ def test_times_that_are_none_are_refused():
         for wrong in (0, -1, math.nan):
             with pytest.raises(ConfigError, match="time to live"):
                 engine.hold(CHUNKS, ttl_seconds=wrong)
-    with pytest.raises(ConfigError, match="ttl_seconds"):
-        StoreConfig(ttl_seconds=-1)
+    for wrong in ({"ttl_seconds": -1}, {"ttl_seconds": 1, "remote": "redis://localhost:1/0"}):
+        with pytest.raises(ConfigError, match="ttl_seconds"):
+            StoreConfig(**wrong)
 
 
 def test_documents_of_an_index(tmp_path, model_folder, clock):
