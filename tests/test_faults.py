@@ -98,7 +98,7 @@ NAIVE = f"""
 import contextlib, os, time
 from cached_rag.rag import document
 def opened(path, inside):
-    end = time.monotonic() + 1
+    end = time.monotonic() + 0.1
     while time.monotonic() < end:
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDONLY)
