@@ -8,12 +8,16 @@ from itertools import permutations
 
 import pytest
 import torch
-from conftest import CHUNKS, HYBRIDS, ask, plain_logits, random_ids, tiny_model
+from conftest import CHUNKS, HYBRIDS, ask, plain_logits, random_ids, tiny_model, tiny_tokenizer
+from safetensors.torch import load, save
+from transformers import AutoModelForCausalLM
 
 from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig
+from cached_rag.backends.transformers.loading import wrap_model
 from cached_rag.errors import ModelError, RelocationError
 from cached_rag.kv.buffer import Change, KVBuffer, LayerLoader
 from cached_rag.library.encode import COMPOSE_ANCHORS, encode_composed
+from docs.experiments.architectures import _tiny
 
 TOLERANCE = 1e-4
 HEAD = "You answer questions about the documents below, briefly and exactly, in one sentence each."
@@ -29,7 +33,11 @@ def model(request):
 
 def remembering(family):
     """A tiny model whose states decay slowly, so that what stood before a chunk still counts."""
-    model = tiny_model(family)
+    return forgetting_slowly(tiny_model(family))
+
+
+def forgetting_slowly(model):
+    """The same with decays near 1."""
     with torch.no_grad():
         for name, parameter in model.decoder.model.named_parameters():
             if name.endswith(("A_log", "dt_bias")):
@@ -68,6 +76,42 @@ def test_states_behind_composed_tokens_are_those_of_running_through_them(model):
     for layer in stateful(model):
         error = recurrent(stale, layer) - recurrent(composed, layer)
         assert error.abs().max() > 0.1 * recurrent(composed, layer).abs().max()
+
+
+FAMILIES = "bamba falcon_h1 kimi_linear lara_mini olmo_hybrid qwen3_5_moe_text qwen3_next"
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", FAMILIES.split())
+def test_states_of_other_families_are_composed(family):
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(next(_tiny(family))).eval()
+    model = forgetting_slowly(wrap_model(plain, tiny_tokenizer(), name=family, revision=family))
+    ids = torch.tensor([random_ids(60, 3)])
+    buffer = KVBuffer.like(model.shapes, 60)
+    model.prefill(buffer, ids[:, :40], num_logits=0)
+    before = buffer.states.copy()
+    change = model.composer.compute(buffer, ids, torch.arange(40, 60))
+    found = model.composer.behind(before, change, 60)
+    for layer in stateful(model):
+        reached = recurrent(buffer.states, layer)
+        error = (recurrent(found, layer) - reached).abs().max()
+        assert error <= 1e-3 * reached.abs().max()
+        kept = (recurrent(found, layer) - change_alone(model, change, layer)).abs().max()
+        assert kept > 0.01 * reached.abs().max()  # control: what was before still counts
+
+
+def change_alone(model, change, layer):
+    """The state behind tokens that stand behind nothing."""
+    empty = model.unpacked(change_without_matrices(change), 0)
+    for at in stateful(model):
+        empty.layers[at].recurrent_states[0].zero_()
+    return recurrent(model.composer.behind(empty, change, 20), layer)
+
+
+def change_without_matrices(change):
+    held = {k: v for k, v in load(change.numpy().tobytes()).items() if "matrix" not in k}
+    return torch.frombuffer(bytearray(save(held)), dtype=torch.uint8)
 
 
 @torch.inference_mode()
