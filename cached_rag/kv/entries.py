@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from sqlite3 import Connection
 
-from cached_rag.errors import StoreError
+from cached_rag.errors import ClosedError, StoreError
 from cached_rag.kv.database import BRIEFLY_S, Database
 from cached_rag.kv.eviction import MOST_USES, PINNED_SHARE, SMALL_SHARE, no_room, too_many_pins
 
@@ -40,7 +40,7 @@ _SELECT = f"{_COLUMNS} FROM files"
 _NOW = "(SELECT coalesce(max(turn), 0) + 1 FROM files)"
 _THIS = "key = ? AND codec = ?"
 # Uses are written down in batches, so that not every hit costs a transaction.
-_USES_KEPT = 64
+_USES_KEPT = 512
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Entries:
             with self.database.transaction(BRIEFLY_S) as connection:
                 sql = f"UPDATE files SET uses = min({MOST_USES}, uses + ?) WHERE {_THIS}"
                 connection.executemany(sql, [(count, *this) for this, count in used.items()])
-        except StoreError as error:
+        except (StoreError, ClosedError) as error:  # a query may end while its store is closed
             _log.info("uses of KV are written down later: %s", error)
             with self._lock:
                 self._used.update(used)
