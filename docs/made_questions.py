@@ -8,7 +8,7 @@
 
 With `--of` a question's chunks are drawn from a document that has more of them, in another order,
 as a search would find them. `auto` then has them encoded as a part of it, `auto@apart` each by
-itself.
+itself. `--joined 6` puts six entries into a chunk, as splitters of longer texts do.
 
 Names and numbers are drawn by chance from a seed, so that no model knows them. The same seed, kinds
 and sizes give the same file. Sentences of the made texts are ours; `needle` hides one among
@@ -209,23 +209,35 @@ KINDS: dict[str, Kind] = {
 
 
 def made(
-    kinds: list[str], questions: int, chunks: int, seed: int, of: int | None = None
+    kinds: list[str],
+    questions: int,
+    chunks: int,
+    seed: int,
+    of: int | None = None,
+    joined: int = 1,
 ) -> Iterator[dict[str, object]]:
     """So many questions, of the kinds in turn; see `main` for the sizes."""
     for number in range(questions):
-        name = kinds[number % len(kinds)]
-        chance = random.Random(f"{seed} {name} {of or chunks} {number}")
-        found = KINDS[name](chance, of or chunks)
+        name, entries = kinds[number % len(kinds)], chunks * joined
+        chance = random.Random(f"{seed} {name} {of or entries} {number}")
+        found = KINDS[name](chance, of or entries)
         document = [{"title": title, "text": text} for title, text in found.chunks]
-        shown = _shown(found, chunks, chance)
+        shown = _shown(found, entries, chance)
         chance.shuffle(shown)
+        drawn = [document[place] for place in shown]
         yield {
             "id": f"{name}-{seed}-{number}",
             "question": found.question,
             "answers": [found.answer],
-            "chunks": [document[place] for place in shown],
+            "chunks": [_joined(drawn[at : at + joined]) for at in range(0, entries, joined)],
             **({"document": document} if of else {}),
         }
+
+
+def _joined(entries: list[dict[str, str]]) -> dict[str, str]:
+    """One chunk of these, with the first one's title and the others' above their texts."""
+    texts = [f"{entry['title']}\n{entry['text']}" for entry in entries[1:]]
+    return {"title": entries[0]["title"], "text": "\n\n".join([entries[0]["text"], *texts])}
 
 
 def _shown(found: Asked, count: int, chance: random.Random) -> list[int]:
@@ -293,18 +305,22 @@ def main() -> None:
         "--chunks", type=int, default=8, help="of each question; 40 are some 4k tokens"
     )
     parser.add_argument("--of", type=int, help="chunks of the document that they are drawn from")
+    parser.add_argument("--joined", type=int, default=1, help="entries that make one chunk")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     kinds = options.kinds.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"unknown kinds {', '.join(unknown)}; there are {', '.join(KINDS)}")
-    if not 2 <= options.chunks <= 80:
-        parser.error("a question has 2 to 80 chunks")
+    if options.joined < 1 or not 2 <= options.chunks * options.joined <= 80:
+        parser.error("a question has 2 to 80 entries")
     if options.of is not None and not options.chunks <= options.of <= 80:
         parser.error("a document has as many chunks as a question at least, and at most 80")
+    if options.of is not None and options.joined > 1:
+        parser.error("entries drawn from a document are not joined: leave out --of or --joined")
     if options.of is not None and "needle" in kinds:
         parser.error("a needle's chunks are of several documents: leave out --of")
-    for row in made(kinds, options.questions, options.chunks, options.seed, options.of):
+    sizes = (options.questions, options.chunks, options.seed, options.of, options.joined)
+    for row in made(kinds, *sizes):
         sys.stdout.write(json.dumps(row) + "\n")
 
 

@@ -96,8 +96,9 @@ def _allowed(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
 
 def _unwatched(method: Selector, ratio: float | None) -> Selector:
     """What replaces a method that gives way, on models whose attention cannot be watched."""
-    share = getattr(method, "recompute_ratio", 0.0) if ratio is None else ratio
-    return UnionSelector(members=(_ANCHORS, Lexical(share)))
+    if ratio is None:  # more than its default keeps no more answers (docs/experiments.md)
+        ratio = min(getattr(method, "recompute_ratio", 0.0), Lexical.recompute_ratio)
+    return UnionSelector(members=(_ANCHORS, Lexical(ratio)))
 
 
 def _adapted(model: Backend, choice: Choice) -> Choice:

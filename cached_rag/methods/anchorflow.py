@@ -45,7 +45,7 @@ class AnchorFlow(InfoFlow):
 
     name: ClassVar[str] = "anchorflow"
 
-    recompute_ratio: float = 0.15
+    recompute_ratio: float = 0.3
     anchor_tokens: int = 8
     transfers_drift: bool = True
     follow_tokens: int = 0
@@ -78,17 +78,17 @@ class AnchorFlow(InfoFlow):
 
 @dataclass(frozen=True)
 class Auto(AnchorFlow):
-    """Recomputes what `anchorflow` does with its defaults: 8 anchors a chunk, and 15 %.
+    """Recomputes what `anchorflow` does with its defaults: 8 anchors a chunk, and 30 %.
 
-    Of chunks that were encoded behind others of their document it is 8 %. These shares are left out
-    where the prompt's live tokens, a long question or chunks without KV, are a quarter of it and
-    more than 128. Where a model's attention cannot be watched it is `epic:anchor_tokens=8+lexical`,
-    and where keys cannot be moved `prefix` or `full`; `report.notes` says so. The figures that
-    chose it are in docs/quality.md.
+    Of chunks that were encoded behind others of their document it is 16 %. These shares are left
+    out where the prompt's live tokens, a long question or chunks without KV, are a quarter of it
+    and more than 128. Where a model's attention cannot be watched it is
+    `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix` or `full`;
+    `report.notes` says so. The figures that chose it are in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
-    Cost: the live tokens twice, the anchors and 8 to 15 %; with many live tokens these once, and
+    Cost: the live tokens twice, the anchors and 16 to 30 %; with many live tokens these once, and
     the anchors. Use it unless you have measured another.
     """
 
@@ -113,7 +113,7 @@ class Auto(AnchorFlow):
 
 @dataclass(frozen=True)
 class Fast(Auto):
-    """Recomputes what `auto` does, but 3 % in place of 15 % and 8 %.
+    """Recomputes what `auto` does, but 3 % in place of 30 % and 16 %.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 

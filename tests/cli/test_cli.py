@@ -547,7 +547,7 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
         ("a", "reuse", 0.0),
         ("a", "epic", 0.1),
         ("a", "epic", 0.2),
-        ("a", "auto", 0.15),
+        ("a", "auto", 0.3),
     ]
     assert len(rows) == 15  # of either set, and of both together
     assert (tmp_path / "out.csv").read_text().startswith("method,ratio,data,n,")

@@ -215,11 +215,11 @@ def test_auto_does_not_ask_where_much_of_the_prompt_is_live():
     assert torch.equal(Auto().first_rows(few), Epic(8).first_rows(few))
 
 
-def test_fast_chooses_a_fifth_of_what_auto_does():
+def test_fast_chooses_a_tenth_of_what_auto_does():
     fresh = torch.arange(1020) >= 1000
     layout = Layout(fresh, torch.zeros_like(fresh), ((0, 1000),), 4)
-    assert (Fast().budget(layout), Auto().budget(layout)) == (30, 150)
-    assert (spelled(Fast()), spelled(Auto(0.3))) == ("fast", "auto:recompute_ratio=0.3")
+    assert (Fast().budget(layout), Auto().budget(layout)) == (30, 300)
+    assert (spelled(Fast()), spelled(Auto(0.2))) == ("fast", "auto:recompute_ratio=0.2")
 
 
 def test_a_union_takes_what_any_member_takes():
@@ -375,8 +375,8 @@ def test_auto_takes_less_of_settled_modules_and_fast_the_same():
     spans = ((0, 400), (400, 1000))
     whole = Layout(fresh, torch.zeros(1010, dtype=torch.bool), spans, 4)
     half = dataclasses.replace(whole, settled=spans[1:])
-    assert (Auto().budget(whole), Auto().budget(half)) == (150, 108)
-    assert Auto(recompute_ratio=0.3).budget(half) == 216
+    assert (Auto().budget(whole), Auto().budget(half)) == (300, 216)
+    assert Auto(recompute_ratio=0.2).budget(half) == 144
     assert Fast().budget(whole) == Fast().budget(half) == 30
 
 
