@@ -67,6 +67,8 @@ class GenerationConfig:
         logprobs: note the log probabilities of each token and of so many of the likeliest ones at
             its place, by the model's logits as they are; None for none.
         grammar: the form that the answer must have; None for any.
+        shows_control: control tokens of the answer stand in its text, as marks of thoughts and tool
+            calls do (`Tools.settings`).
         drafts: guess tokens that the answer copies from the prompt or repeats, and check several in
             one pass. That changes how long an answer takes, not what it says.
 
@@ -92,6 +94,7 @@ class GenerationConfig:
     frequency_penalty: float = 0.0
     logprobs: int | None = None
     grammar: Grammar | None = None
+    shows_control: bool = False
     drafts: bool = True
 
     def __post_init__(self) -> None:

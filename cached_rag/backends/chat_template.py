@@ -20,6 +20,7 @@ from cached_rag.backends.prompt_text import Backends, Message, Rendered, Spans
 from cached_rag.backends.untrusted import bounded
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.call_form import CallForm, Tool
+from cached_rag.grammar.thought import ThoughtForm
 from cached_rag.grammar.tools import check_text, checked, is_about_tools, mapped, mapped_texts, told
 
 # Arguments of `apply_chat_template` that are not the user's to give.
@@ -62,6 +63,13 @@ class ChatTemplate:
     def call_form(self) -> CallForm:
         """How the model writes calls of tools."""
         return CallForm.of(self._templated, self._backends.controls)
+
+    @cached_property
+    def thought_form(self) -> ThoughtForm | None:
+        """Where the model thinks before it answers; None for a model that does not."""
+        known = getattr(self._tokenizer, "chat_template", None) or ""
+        sources = known.values() if isinstance(known, dict) else [known]
+        return ThoughtForm.of(self._templated, "\n".join(sources)) if known else None
 
     def render(
         self,

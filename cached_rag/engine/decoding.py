@@ -268,7 +268,7 @@ class Decoding:
         self._top = config.logprobs
         self.logprobs: list[TokenLogprobs] = []
         self._sampler = Sampler(model, config)
-        shows = config.grammar is not None and config.grammar.shows_control
+        shows = config.shows_control
         self._text = Detokenizer(model.tokenizer, config.stop, shows_control=shows)
 
     def begin(self, prompt_ids: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.call_form import ToolCall
 from cached_rag.grammar.grammar import Grammar
+from cached_rag.grammar.thought import ThoughtForm
 from cached_rag.grammar.tools import ToolChoice, check_text, read_answer, tool_grammar
 
 
@@ -37,9 +38,11 @@ class CallPart:
 class Tools:
     """Tools that a model may, or must, call in its answer.
 
-    `engine.generate(tools.prompt(messages), grammar=tools.grammar)` asks, and `read` takes the
-    answer apart. `settings` does the same for a whole config. Without tools, or if none may be
-    called, all of it is as without this class.
+    `engine.generate(tools.prompt(messages), tools.settings(config))` asks, and `read` takes the
+    answer apart.
+
+    Thinking models write a thought before what they say. `read` leaves it out, and `thought` has
+    it, unless the answer must have another form than text or calls.
 
     Attributes:
         tokenization: of the engine that is asked (`Engine.tokenization`).
@@ -50,6 +53,8 @@ class Tools:
         schema: JSON schema of answers that call no tool; True for any object, None for any text.
         template_kwargs: what the chat template is given for this prompt, such as
             {"enable_thinking": False}.
+        parts_thoughts: thoughts are told apart from what is said; False for prompts that are no
+            chat, and for answers in a form that `tools` and `schema` do not say.
 
     Raises:
         ConfigError: no such tool, or one that is malformed.
@@ -61,6 +66,7 @@ class Tools:
     parallel: bool | None = None
     schema: Mapping[str, Any] | Literal[True] | None = None
     template_kwargs: Mapping[str, Any] | None = None
+    parts_thoughts: bool = True
 
     def __post_init__(self) -> None:
         if not self.tools and self.choice not in ("auto", "none"):
@@ -70,6 +76,11 @@ class Tools:
     def is_offered(self) -> bool:
         """Whether the answer may call any."""
         return bool(self.tools) and self.choice != "none"
+
+    @property
+    def may_think(self) -> bool:
+        """Whether the answer may begin with a thought."""
+        return self._thought_form is not None
 
     @property
     def is_forced(self) -> bool:
@@ -85,7 +96,8 @@ class Tools:
         if config.grammar is not None:
             return config
         stop = () if self.is_forced or self.schema is not None else config.stop
-        return config.replace(grammar=self.grammar, stop=stop)
+        shows = self.is_offered or self._has_hidden_marks
+        return config.replace(grammar=self.grammar, stop=stop, shows_control=shows)
 
     def prompt(self, messages: str | Sequence[Message]) -> Rendered:
         """The prompt, in which the tools are listed as the model's template does it."""
@@ -116,11 +128,49 @@ class Tools:
             text: the answer so far.
             is_over: no more of it comes.
         """
-        if not self.is_offered:
-            return text, []
-        form = self.tokenization.template.call_form
-        said, calls = read_answer(text, form, self.tools, is_over=is_over, is_forced=self.is_forced)
-        return self._unshown.sub("", said), calls
+        calls: list[ToolCall] = []
+        said = self._parted(text, is_over=is_over)[1]
+        if self.is_offered:
+            form, is_forced = self.tokenization.template.call_form, self.is_forced
+            said, calls = read_answer(said, form, self.tools, is_over=is_over, is_forced=is_forced)
+        shows = self.is_offered or self._has_hidden_marks
+        return self._unshown.sub("", said) if shows else said, calls
+
+    def thought(self, text: str, *, is_over: bool = True) -> str:
+        """What an answer thinks before it says something; see `read`."""
+        return self._unshown.sub("", self._parted(text, is_over=is_over)[0])
+
+    def _parted(self, text: str, *, is_over: bool) -> tuple[str, str]:
+        """The thought, and the rest."""
+        form = self._thought_form
+        if form is None:
+            return "", text
+        thought, rest = form.read(text, is_open=self._begins_thought, is_over=is_over)
+        if is_over and not rest and self.is_offered:  # it may call without an end of its thought
+            thought, start, call = thought.partition(self.tokenization.template.call_form.start)
+            rest = start + call
+        return thought.strip(), rest
+
+    @cached_property
+    def _thought_form(self) -> ThoughtForm | None:
+        has_other_form = self.is_forced or self.schema is not None
+        may_think = self.parts_thoughts and not has_other_form
+        return self.tokenization.template.thought_form if may_think else None
+
+    @cached_property
+    def _begins_thought(self) -> bool:
+        """Whether the prompt's last words are a thought's first ones."""
+        asked = [{"role": "user", "content": "?"}]
+        prompt = self.tokenization.template.render(asked, kwargs=self.template_kwargs)
+        form = self._thought_form
+        return form is not None and prompt.text.rstrip().endswith(form.opening)
+
+    @cached_property
+    def _has_hidden_marks(self) -> bool:
+        """Whether thoughts stand between tokens that no text shows."""
+        form = self._thought_form
+        marks = f"{form.opening} {form.close} {form.lead}" if form else ""
+        return self._unshown.search(marks) is not None
 
     @cached_property
     def _unshown(self) -> re.Pattern[str]:
@@ -135,11 +185,15 @@ class Tools:
 
 
 class GrowingAnswer:
-    """An answer that comes in pieces, and what each of them adds to text and calls."""
+    """An answer that comes in pieces, and what each of them adds to text and calls.
+
+    Attributes:
+        new_thought: what the last piece added to the thought.
+    """
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
-        self._answer = self._said = ""
+        self._answer = self._said = self._thought = self.new_thought = ""
         self._shown: list[str] = []
 
     @property
@@ -149,9 +203,11 @@ class GrowingAnswer:
 
     def push(self, piece: str, *, is_over: bool = False) -> tuple[str, list[CallPart]]:
         """What is new and certain: text, and parts of calls."""
-        if not self._tools.is_offered:
+        if not (self._tools.is_offered or self._tools.may_think):
             return piece, []
         self._answer += piece
+        thought = self._tools.thought(self._answer, is_over=is_over)
+        self.new_thought, self._thought = thought[len(self._thought) :], thought
         said, calls = self._tools.read(self._answer, is_over=is_over)
         new, self._said = said[len(self._said) :], max(self._said, said, key=len)
         parts = []

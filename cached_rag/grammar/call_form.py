@@ -170,7 +170,7 @@ class _Discovery:
         header = apply([_USER], [_TOOL], True)
         said = apply([_USER, {"role": "assistant", "content": _SAID}], [_TOOL], False)
         at = said.index(_SAID)
-        self._base = _begin(header, said[:at])
+        self._base = common_begin(header, said[:at])
         self._lead = said[len(self._base) : at]  # such as an empty thought, which is no mark
         self._after = said[at + len(_SAID) :]
 
@@ -194,7 +194,7 @@ class _Discovery:
         ]
         turn = {"role": "assistant", "content": "", "tool_calls": listed}
         text = self._apply([_USER, turn], [_TOOL], False)
-        base = _begin(self._base, text)
+        base = common_begin(self._base, text)
         if not _MARKS.fullmatch(self._base[len(base) :]):  # such as a thought that is left out
             raise _UnknownFormError
         text = text[len(base) :].removeprefix(self._lead).lstrip("\n")
@@ -235,7 +235,7 @@ class _Discovery:
         other = _split(self._turn((_NAME, numbers)), numbers)
         before = _end(first, between)
         between = between.removesuffix(before)
-        after = _begin(between, tail)
+        after = common_begin(between, tail)
         last = tail[len(after) :]
         if middle != again or other[2] != other[4] or not other[5].endswith(last) or not last:
             raise _UnknownFormError
@@ -300,7 +300,7 @@ def _assembled(
         return CallForm("", opening, middle, last, None, "", arguments)
     begin = _end(opening, gap)
     rest = gap.removesuffix(begin)
-    end = _begin(rest, last)
+    end = common_begin(rest, last)
     return CallForm(
         opening.removesuffix(begin),
         begin,
@@ -312,7 +312,7 @@ def _assembled(
     )
 
 
-def _begin(one: str, other: str) -> str:
+def common_begin(one: str, other: str) -> str:
     """The marks and characters that both texts begin with."""
     pairs = zip(_PIECE.findall(one), _PIECE.findall(other), strict=False)
     return "".join(mine for mine, its in takewhile(lambda pair: pair[0] == pair[1], pairs))

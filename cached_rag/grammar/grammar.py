@@ -72,11 +72,9 @@ class Grammar:
 
     Attributes:
         text: the grammar.
-        shows_control: control tokens of the answer stand in its text, as marks of tool calls do.
     """
 
     text: str
-    shows_control: bool = False
 
     def __post_init__(self) -> None:
         if not self.text.strip():

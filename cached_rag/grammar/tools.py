@@ -201,7 +201,7 @@ def tool_grammar(
         rules += [f"start: ({before} SAID {behind})* ({start} {rest} | {said})"]
     else:
         rules += _free(start, rest, list(controls.values()))
-    return Grammar("\n".join(dict.fromkeys(rules)), shows_control=True)
+    return Grammar("\n".join(dict.fromkeys(rules)))
 
 
 def _free(start: str, rest: str, controls: Sequence[int]) -> list[str]:
@@ -266,7 +266,7 @@ def read_answer(
     tool without its mark is read as that call.
 
     Args:
-        text: the answer, control tokens included.
+        text: the answer without its thought, control tokens included.
         tools: that may be called.
         is_over: no more of it comes; else an ending that may begin a call is not said yet.
         is_forced: the answer can be nothing but calls, so what begins one is never said.
@@ -279,8 +279,8 @@ def read_answer(
     if found:
         calls = form.read(rest, schemas)
         if _are_known(calls, schemas):
-            return _shown(said, form).rstrip(), calls
-        return _shown(text, form), []
+            return said.rstrip(), calls
+        return text, []
     alone, brace = text.lstrip(), form.begin.find("{")
     unmarked = form.begin[brace:] if brace >= 0 else ""
     if unmarked and alone.startswith(unmarked):
@@ -292,14 +292,7 @@ def read_answer(
     elif unmarked and not is_over and unmarked.startswith(alone):
         return "", []
     held = 0 if is_over else overlap(text, start)
-    return _shown(text[: len(text) - held], form), []
-
-
-def _shown(said: str, form: CallForm) -> str:
-    """What is said to the user, where thoughts stand between marks of their own."""
-    if form.thought is None:
-        return said
-    return said.partition(form.lead)[2]
+    return text[: len(text) - held], []
 
 
 def _are_known(calls: Sequence[ToolCall], names: Collection[str]) -> bool:

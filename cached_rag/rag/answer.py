@@ -15,7 +15,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
     from cached_rag.engine.explanation import Explanation
     from cached_rag.engine.stream import Stream
+    from cached_rag.engine.tools import Tools
     from cached_rag.engine.trace import Trace, TraceSource
 
 # A message with its role and content; of a conversation's questions with their chunks, too.
@@ -36,6 +37,10 @@ Turn = dict[str, Any]
 # How many earlier questions a follow-up is searched with; more of them would drown it.
 _SEARCHED = 2
 _ASKS, _ANSWERS = "Question:", "Answer:"
+_CUT_OFF = (
+    "max_tokens ended the answer within its thought; raise it, or open the index with "
+    'chat_template_kwargs={"enable_thinking": False}'
+)
 _SHOWN = 60
 
 
@@ -161,6 +166,7 @@ class Answer:
     """An answer, the chunks it was given (best first), and the engine's report.
 
     Attributes:
+        thought: what a thinking model wrote before it; no later turn is shown it.
         question: what was asked; with it, an answer can stand in the history of a follow-up.
         searched: what chunks were searched for with.
         trace_source: what `trace` is made of.
@@ -171,6 +177,7 @@ class Answer:
     report: Report
     question: str = ""
     searched: str = ""
+    thought: str = ""
     trace_source: TraceSource | None = field(default=None, compare=False)
 
     @property
@@ -213,6 +220,8 @@ class Answer:
 class AnswerStream(Iterator[str], AsyncIterable[str]):
     """The pieces of an answer, for a loop or an asynchronous loop, but not for both.
 
+    A thought is no piece of it; `answer.thought` has it.
+
     Attributes:
         stream: the engine's, of which these are the pieces; take them from one of the two.
     """
@@ -220,11 +229,16 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     stream: Stream
     question: str
     sources: tuple[Hit, ...]
+    _tools: InitVar[Tools]
     _search_ms: float
     _notes: list[str]
     _searched: str = ""
     _text: list[str] = field(default_factory=list)
+    _thought: list[str] = field(default_factory=list)
     _ended: Callable[[Answer], object] | None = None
+
+    def __post_init__(self, _tools: Tools) -> None:
+        self._growing = _tools.growing()
 
     def when_ended(self, ended: Callable[[Answer], object]) -> None:
         """Have `ended` called with the answer once it is whole, closed or dropped, but not failed.
@@ -238,20 +252,34 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         """The answer as far as it was taken; complete once all pieces were."""
         found = self.stream.report
         report = replace(found, search_ms=self._search_ms, notes=[*self._notes, *found.notes])
-        text, source = "".join(self._text), self.stream.trace_source
-        return Answer(text, self.sources, report, self.question, self._searched, source)
+        text, thought = "".join(self._text), "".join(self._thought)
+        if thought and not text and self.stream.finish_reason == "length":
+            report.notes.append(_CUT_OFF)
+        return Answer(
+            *(text, self.sources, report, self.question, self._searched, thought),
+            trace_source=self.stream.trace_source,
+        )
+
+    def _grown(self, piece: str, *, is_over: bool = False) -> str:
+        """What a piece of the stream adds to the text."""
+        said, _ = self._growing.push(piece, is_over=is_over)
+        self._thought.append(self._growing.new_thought)
+        self._text.append(said)
+        return said
 
     def __next__(self) -> str:
         try:
-            piece = next(self.stream)
+            while not (said := self._grown(next(self.stream))):
+                pass
+            return said
         except StopIteration:
+            if rest := self._grown("", is_over=True):
+                return rest
             self._end(is_whole=True)
             raise
         except Exception:  # an interruption is none: what there is of the answer is kept
             self._ended = None
             raise
-        self._text.append(piece)
-        return piece
 
     def __aiter__(self) -> AsyncGenerator[str, None]:
         return self.apieces()
@@ -261,8 +289,10 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         async with aclosing(self.stream.apieces()) as pieces:
             try:
                 async for piece in pieces:
-                    self._text.append(piece)
-                    yield piece
+                    if said := self._grown(piece):
+                        yield said
+                if rest := self._grown("", is_over=True):
+                    yield rest
             except Exception:
                 self._ended = None
                 raise

@@ -26,6 +26,7 @@ from cached_rag.rag.search import Hit
 
 if TYPE_CHECKING:
     from cached_rag.engine.stream import Stream
+    from cached_rag.engine.tools import Tools
 
 # What is said instead of an answer from nothing.
 NOTHING_FOUND = "Nothing about this was found in the documents."
@@ -56,9 +57,12 @@ class Lookup:
     ms: float
     clock: Clock
 
-    def answered(self, stream: Stream, question: str, hits: Sequence[Hit]) -> AnswerStream:
+    def answered(
+        self, stream: Stream, question: str, hits: Sequence[Hit], tools: Tools
+    ) -> AnswerStream:
         """The answer, with the chunks that are in its prompt and what is to be told of them."""
-        return AnswerStream(stream, question, tuple(hits), self.ms, self.notes, self.text)
+        found = tuple(hits)
+        return AnswerStream(stream, question, found, tools, self.ms, self.notes, self.text)
 
 
 class Asking:
@@ -121,15 +125,22 @@ class Asking:
             hits: the chunks that are in the prompt.
         """
         config = config.replace(stop=(*config.stop, *self.prompts.stop))
-        stream = self.engine.stream(prompt, config, clock=lookup.clock)
-        return lookup.answered(stream, question, hits)
+        tools = self._form(parts_thoughts=config.grammar is None)
+        stream = self.engine.stream(prompt, tools.settings(config), clock=lookup.clock)
+        return lookup.answered(stream, question, hits, tools)
 
     def decline(self, question: str, lookup: Lookup) -> AnswerStream:
         """Say that nothing was found, without asking the model."""
         from cached_rag.engine.stream import ToldStream
 
         told = ToldStream(NOTHING_FOUND, Report("none", charged_recompute=0.0))
-        return lookup.answered(told, question, ())
+        return lookup.answered(told, question, (), self._form(parts_thoughts=False))
+
+    def _form(self, *, parts_thoughts: bool) -> Tools:
+        """The form of an answer, without tools; not imported before, as it takes long."""
+        from cached_rag.engine.tools import Tools
+
+        return Tools(self.engine.tokenization, parts_thoughts=parts_thoughts)
 
     def _introduce(self, texts: Sequence[str]) -> None:
         """Make chunks known to the engine that were encoded in another dtype, or not yet.

@@ -246,11 +246,14 @@ class Envelope:
         text: str,
         parts: Sequence[CallPart] = (),
         logprobs: Sequence[TokenLogprobs] = (),
+        thought: str = "",
     ) -> Json:
-        """A chunk with text, parts of calls, or the log probabilities of tokens."""
+        """A chunk with text, a thought, parts of calls, or the log probabilities of tokens."""
         if not self.is_chat:
             return self._chunk(index, {"text": text}, logprobs=logprobs)
-        delta: Json = {"content": text} if text or not parts else {}
+        delta: Json = {"content": text} if text or not (parts or thought) else {}
+        if thought:
+            delta["reasoning_content"] = thought
         if parts:
             called = [{"index": part.index, **_call(part.name, part.arguments)} for part in parts]
             delta["tool_calls"] = called
@@ -268,6 +271,8 @@ class Envelope:
     def _choice(self, index: int, answer: Generation, tools: Tools) -> Json:
         text, calls = tools.read(answer.text)
         said: Json = {"role": "assistant", "content": text, "refusal": None}
+        if thought := tools.thought(answer.text):
+            said["reasoning_content"] = thought
         if calls:
             said["content"] = text or None
             said["tool_calls"] = [_call(call.name, call.arguments) for call in calls]

@@ -297,7 +297,7 @@ class CompletionRequest(_Settings):
 
     def form(self) -> dict[str, Any]:
         """Any text."""
-        return {}
+        return {"parts_thoughts": False}
 
     def prompts(self) -> list[str]:
         """The prompts; one string is a list of one."""

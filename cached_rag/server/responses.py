@@ -143,6 +143,8 @@ class Reply:
         """The response that a chat completion is."""
         [choice] = completion["choices"]
         said = choice["message"]
+        if thought := said.get("reasoning_content"):
+            self._output.append(_thought(thought))
         if said["content"]:
             self._output.append(_message(said["content"]))
         for call in said.get("tool_calls", ()):
@@ -161,9 +163,10 @@ class Reply:
             for choice in chunk["choices"]:
                 reason = choice["finish_reason"] or reason
                 delta = choice["delta"]
-                if delta.get("content"):
-                    for event in self._said(delta["content"]):
-                        yield event
+                for name, begun in (("reasoning_content", _thought), ("content", _message)):
+                    if delta.get(name):
+                        for event in self._said(delta[name], begun("")):
+                            yield event
                 for part in delta.get("tool_calls", ()):
                     for event in self._called(part):
                         yield event
@@ -173,14 +176,16 @@ class Reply:
         done = self._shown(head, reason, usage)
         yield self._event(done["status"], response=done)
 
-    def _said(self, text: str) -> Iterator[str]:
-        if not self._output or self._output[-1]["type"] != "message":
+    def _said(self, text: str, empty: Json) -> Iterator[str]:
+        """More of an item that has text; `empty` is one, to begin with if the last is another."""
+        if not self._output or self._output[-1]["type"] != empty["type"]:
             yield from self._ended()
-            yield from self._begun(_message(""))
-            part = self._output[-1]["content"][0]
+            yield from self._begun(empty)
+            part = empty["content"][0]
             yield self._event("content_part.added", **self._at(), content_index=0, part=part)
-        self._output[-1]["content"][0]["text"] += text
-        yield self._event("output_text.delta", **self._at(), content_index=0, delta=text)
+        part = self._output[-1]["content"][0]
+        part["text"] += text
+        yield self._event(f"{part['type']}.delta", **self._at(), content_index=0, delta=text)
 
     def _called(self, part: Json) -> Iterator[str]:
         if "id" in part:
@@ -200,10 +205,10 @@ class Reply:
         if not self._output:
             return
         item = self._output[-1]
-        if item["type"] == "message":
+        if item["type"] != "function_call":
             [part] = item["content"]
             place = self._at() | {"content_index": 0}
-            yield self._event("output_text.done", **place, text=part["text"])
+            yield self._event(f"{part['type']}.done", **place, text=part["text"])
             yield self._event("content_part.done", **place, part=part)
         else:
             done = {"arguments": item["arguments"], "name": item["name"]}
@@ -257,6 +262,12 @@ class Reply:
 def _message(text: str) -> Json:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     head = {"type": "message", "id": _name("msg"), "role": "assistant", "status": "completed"}
+    return {**head, "content": [part]}
+
+
+def _thought(text: str) -> Json:
+    part = {"type": "reasoning_text", "text": text}
+    head = {"type": "reasoning", "id": _name("rs"), "summary": [], "status": "completed"}
     return {**head, "content": [part]}
 
 

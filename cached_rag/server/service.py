@@ -203,8 +203,9 @@ class Service:
                 said, parts = growing.push(piece, is_over=is_over)
                 now = stream.logprobs[noted:]  # more may come at any moment
                 noted += len(now)
-                if said or parts or now:
-                    await arrived.put(asked.envelope.piece(index, said, parts, now))
+                thought = growing.new_thought
+                if said or parts or now or thought:
+                    await arrived.put(asked.envelope.piece(index, said, parts, now, thought))
 
             try:
                 async with aclosing(stream.apieces()) as pieces:

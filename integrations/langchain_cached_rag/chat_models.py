@@ -10,7 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 
@@ -18,7 +18,15 @@ from cached_rag import ConfigError, Engine, Tools
 from cached_rag.spi import SchemaPrompt, Stream
 from langchain_cached_rag.messages import Prompt, handed_over, plain, usage
 from langchain_cached_rag.settings import AsyncRun, EngineSettings, Pieces, Run, Stop, their_errors
-from langchain_cached_rag.tools import GrowingChunks, answer_form, as_calls, bound, parser, taken
+from langchain_cached_rag.tools import (
+    GrowingChunks,
+    answer_form,
+    as_calls,
+    as_reasoning,
+    bound,
+    parser,
+    taken,
+)
 
 Messages = list[BaseMessage]
 
@@ -117,6 +125,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):  # type: ignore[misc]  # nam
         about = self._about(stream, options.get("model"), has_calls=bool(good))
         message = AIMessage(
             said,
+            additional_kwargs=as_reasoning(tools.thought(text)),
             tool_calls=good,
             invalid_tool_calls=bad,
             response_metadata=about,
@@ -139,15 +148,9 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):  # type: ignore[misc]  # nam
     def _last_chunk(
         self, stream: Stream, growing: GrowingChunks, options: dict[str, Any]
     ) -> ChatGenerationChunk:
-        rest, chunks, has_calls = growing.end()
+        message, has_calls = growing.end()
         about = self._about(stream, options.get("model"), has_calls=has_calls)
-        message = AIMessageChunk(
-            content=rest,
-            tool_call_chunks=chunks,
-            response_metadata=about,
-            usage_metadata=usage(stream.report),
-            chunk_position="last",
-        )
+        message.response_metadata, message.usage_metadata = about, usage(stream.report)
         info = {"finish_reason": about["finish_reason"]}
         return ChatGenerationChunk(message=message, generation_info=info)
 
@@ -164,6 +167,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):  # type: ignore[misc]  # nam
         known = {"name": self._model, **can, **dict.fromkeys(cannot, False)}
         if isinstance(self.engine, Engine):
             known["max_input_tokens"] = self.engine.model.context_length
+            known["reasoning_output"] = Tools(self.engine.tokenization).may_think
         return known
 
     def get_num_tokens_from_messages(

@@ -82,7 +82,11 @@ def taken(engine: Engine, options: dict[str, Any]) -> Tools:
     parallel = given["parallel_tool_calls"]
     made = bound(tools, given["tool_choice"] if tools else None, parallel=parallel)
     schema = _schema(given["response_format"])
-    return Tools(engine.tokenization, made["tools"], made["tool_choice"], parallel, schema)
+    return Tools(
+        engine.tokenization,
+        *(made["tools"], made["tool_choice"], parallel, schema),
+        parts_thoughts=options.get("grammar") is None,
+    )
 
 
 def _schema(wanted: Any) -> Any:
@@ -110,6 +114,11 @@ def as_calls(calls: Sequence[Call]) -> tuple[list[ToolCall], list[InvalidToolCal
     return good, bad
 
 
+def as_reasoning(thought: str) -> dict[str, str]:
+    """A thought where LangChain finds it for `content_blocks`, beside what is said."""
+    return {"reasoning_content": thought} if thought else {}
+
+
 class GrowingChunks:
     """An answer that comes in pieces, as LangChain has it in chunks: its text, and its calls."""
 
@@ -121,17 +130,28 @@ class GrowingChunks:
         """What is new and certain: text, and parts of calls; None for nothing."""
         self._text += piece
         said, parts = self._growing.push(piece)
-        if not (said or parts):
+        thought = self._growing.new_thought
+        if not (said or parts or thought):
             return None
-        message = AIMessageChunk(content=said, tool_call_chunks=[_as_chunk(part) for part in parts])
+        message = AIMessageChunk(
+            content=said,
+            tool_call_chunks=[_as_chunk(part) for part in parts],
+            additional_kwargs=as_reasoning(thought),
+        )
         return ChatGenerationChunk(message=message)
 
-    def end(self) -> tuple[str, list[ToolCallChunk], bool]:
+    def end(self) -> tuple[AIMessageChunk, bool]:
         """The rest, in which calls that were cut off are made invalid; whether any call is not."""
         said, parts = self._growing.push("", is_over=True)
         _, calls = self._tools.read(self._text)
         parts += [_cut_off(at, call) for at, call in enumerate(calls) if not call.is_complete]
-        return said, [_as_chunk(part) for part in parts], any(call.is_complete for call in calls)
+        rest = AIMessageChunk(
+            content=said,
+            tool_call_chunks=[_as_chunk(part) for part in parts],
+            additional_kwargs=as_reasoning(self._growing.new_thought),
+            chunk_position="last",
+        )
+        return rest, any(call.is_complete for call in calls)
 
 
 def _cut_off(index: int, call: Call) -> CallPart:

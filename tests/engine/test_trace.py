@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType
 from pml.test_pml_exactness import hills, trip
 from tiny_gguf import write_gguf
 
-from cached_rag import Engine, StoreConfig
+from cached_rag import Engine, StoreConfig, Tools
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.engine import trace as tracing
 from cached_rag.engine.trace import Coverage, Kind
@@ -219,7 +219,7 @@ def test_an_answer_nobody_asks_about_has_no_trace_made_and_no_profile_read(fille
     generation = filled.generate(ask(*CHUNKS), max_tokens=2)
     filled.generate_batch([ask(), ask(CHUNKS[0])], max_tokens=2)
     stream = filled.stream(ask(*CHUNKS), max_tokens=2)
-    asked = AnswerStream(stream, "Why?", (), 0.0, [])
+    asked = AnswerStream(stream, "Why?", (), Tools(filled.tokenization), 0.0, [])
     assert "".join(asked) == asked.answer.text
     answer = asked.answer
     assert not made

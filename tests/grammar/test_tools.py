@@ -183,7 +183,7 @@ def test_calls_are_complete_and_fit_their_schemas(template, choice, parallel):
         tools = Tools(text, TOOLS, choice, parallel)
         prompt = tools.prompt(QUESTION)
         options = {"max_tokens": 400, "temperature": 1.0, "seed": 1}
-        answer = engine.generate(prompt, grammar=tools.grammar, **options)
+        answer = engine.generate(prompt, tools.settings(GenerationConfig(**options)))
         said, calls = tools.read(answer.text)
         whole = [call for call in calls if call.is_complete]
         assert said == ""
@@ -209,11 +209,12 @@ def test_calls_are_complete_and_fit_their_schemas(template, choice, parallel):
 
 def test_tools_may_be_left_alone_and_answers_then_have_a_form_of_their_own(engine):
     tools = Tools(engine.tokenization, TOOLS, schema={"type": "array", "items": {"enum": [1]}})
-    answer = engine.generate(tools.prompt(QUESTION), grammar=tools.grammar, max_tokens=60)
+    config = tools.settings(GenerationConfig(max_tokens=60))
+    answer = engine.generate(tools.prompt(QUESTION), config)
     said, calls = tools.read(answer.text)
     assert calls or set(json.loads(said)) <= {1}
     free = Tools(engine.tokenization, TOOLS)
-    answer = engine.generate(free.prompt(QUESTION), grammar=free.grammar, max_tokens=20)
+    answer = engine.generate(free.prompt(QUESTION), free.settings(GenerationConfig(max_tokens=20)))
     assert answer.token_ids == engine.generate(free.prompt(QUESTION), max_tokens=20).token_ids
     assert free.read(answer.text) == (answer.text, [])
 

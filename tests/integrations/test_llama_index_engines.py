@@ -58,10 +58,10 @@ def unclosed():
 class Recording(CachedRAGLLM):
     """Keeps the report of every answer."""
 
-    def _start(self, prompt, options):
-        stream = super()._start(prompt, options)
+    def _start(self, prompt, tools, options):
+        stream, tools = super()._start(prompt, tools, options)
         self.__dict__.setdefault("streams", []).append(stream)
-        return stream
+        return stream, tools
 
     def reports(self):
         streams = self.__dict__.pop("streams", [])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
@@ -227,12 +227,20 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
 
     # Answers ---------------------------------------------------------------------------------
 
-    def _start(self, prompt: Prompt, options: dict[str, Any]) -> spi.Stream:
+    def _start(
+        self, prompt: Prompt, tools: Tools, options: dict[str, Any]
+    ) -> tuple[spi.Stream, Tools]:
+        if isinstance(prompt, str):  # its answer is read as it is, too
+            tools = replace(tools, parts_thoughts=False)
         asked = spi.SchemaPrompt.receive(prompt) or prompt
-        return self.loaded_engine().stream(asked, self.answer_config(options))
+        config = tools.settings(self.answer_config(options))
+        return self.loaded_engine().stream(asked, config), tools
 
-    def _start_string(self, prompt: str, formatted: bool, options: dict[str, Any]) -> spi.Stream:
-        return self._start(self.completion_prompt(prompt, formatted), options)
+    def _start_string(
+        self, prompt: str, formatted: bool, options: dict[str, Any]
+    ) -> tuple[spi.Stream, Tools]:
+        tools = taken(self.loaded_engine(), {"grammar": options.get("grammar")})
+        return self._start(self.completion_prompt(prompt, formatted), tools, options)
 
     def _start_chat(
         self, messages: Sequence[ChatMessage], options: dict[str, Any]
@@ -240,7 +248,7 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
         options = dict(options)
         tools = taken(self.loaded_engine(), options)
         if not tools.is_offered:
-            return self._start(self.chat_prompt(messages), options), tools
+            return self._start(self.chat_prompt(messages), tools, options)
         if self._has_template:
             raise ValueError("messages_to_prompt lists no tools; leave it out to call tools")
         config = tools.settings(self.answer_config(options))
@@ -261,16 +269,16 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """One answer to a string; put in a user's message unless it is formatted already."""
-        stream = self._start_string(prompt, formatted, kwargs)
-        return completion(self, stream, "".join(stream))
+        stream, tools = self._start_string(prompt, formatted, kwargs)
+        return completion(self, stream, tools, "".join(stream))
 
     @llm_completion_callback()
     def stream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseGen:
         """An answer to a string, piece by piece."""
-        stream = self._start_string(prompt, formatted, kwargs)
-        return pieces(stream, partial(completion, self, stream))
+        stream, tools = self._start_string(prompt, formatted, kwargs)
+        return pieces(stream, partial(completion, self, stream, tools))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -291,16 +299,16 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponse:
         """As `complete`, off the event loop."""
-        stream = await asyncio.to_thread(self._start_string, prompt, formatted, kwargs)
-        return completion(self, stream, await stream.atext())
+        stream, tools = await asyncio.to_thread(self._start_string, prompt, formatted, kwargs)
+        return completion(self, stream, tools, await stream.atext())
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> AsyncGenerator[CompletionResponse, None]:
         """As `stream_complete`, off the event loop."""
-        stream = await asyncio.to_thread(self._start_string, prompt, formatted, kwargs)
-        return apieces(stream, partial(completion, self, stream))
+        stream, tools = await asyncio.to_thread(self._start_string, prompt, formatted, kwargs)
+        return apieces(stream, partial(completion, self, stream, tools))
 
     # Tools -----------------------------------------------------------------------------------
 

@@ -87,11 +87,14 @@ class GrowingChat:
 
 
 def completion(
-    llm: FrameworkModel, stream: Stream, text: str, piece: str | None = None
+    llm: FrameworkModel, stream: Stream, tools: Tools, text: str, piece: str | None = None
 ) -> CompletionResponse:
-    """As `GrowingChat.response`, for a completion."""
+    """As `GrowingChat.response`, for a completion: what is said, without a thought before it."""
     about, counts = _about(llm, stream, piece), _counts(stream)
-    return CompletionResponse(text=text, delta=piece, **about, additional_kwargs=counts)
+    said, delta = tools.read(text, is_over=not piece)[0], None
+    if piece is not None:
+        delta = said.removeprefix(tools.read(text.removesuffix(piece), is_over=False)[0])
+    return CompletionResponse(text=said, delta=delta, **about, additional_kwargs=counts)
 
 
 def _logprobs(llm: FrameworkModel, stream: Stream) -> list[list[LogProb]] | None:

@@ -6,7 +6,13 @@ import json
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any
 
-from llama_index.core.base.llms.types import ChatMessage, ContentBlock, TextBlock, ToolCallBlock
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ContentBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
 from llama_index.core.llms import ChatResponse
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
@@ -45,18 +51,25 @@ def taken(engine: Engine, options: dict[str, Any]) -> Tools:
     tools, choice, parallel = (options.pop(name, None) for name in _OPTIONS)
     if isinstance(choice, Mapping):
         choice = choice["function"]["name"]
-    return Tools(engine.tokenization, tools or (), choice or "auto", parallel)
+    return Tools(
+        engine.tokenization,
+        *(tools or (), choice or "auto", parallel),
+        parts_thoughts=options.get("grammar") is None,
+    )
 
 
 def blocks(tools: Tools, text: str, ids: list[str], *, is_over: bool) -> list[ContentBlock]:
-    """An answer as blocks: what it says, and its calls.
+    """An answer as blocks: its thought, what it says, and its calls.
 
     Args:
         ids: of the calls; an answer that grows keeps those it has.
         is_over: no more of it comes.
     """
     said, calls = tools.read(text, is_over=is_over)
-    found: list[ContentBlock] = [TextBlock(text=said)] if said or not calls else []
+    thought = tools.thought(text, is_over=is_over)
+    found: list[ContentBlock] = [ThinkingBlock(content=thought)] if thought else []
+    if said or not calls:
+        found.append(TextBlock(text=said))
     ids += [new_call_id() for _ in calls[len(ids) :]]
     for call, name in zip(calls, ids, strict=True):
         arguments = json.loads(call.arguments) if call.is_complete else call.arguments
