@@ -16,17 +16,9 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 
 from cached_rag import ConfigError, Engine, Tools
 from cached_rag.spi import SchemaPrompt, Stream
-from langchain_cached_rag.messages import Prompt, handed_over, plain, usage
+from langchain_cached_rag.messages import Prompt, as_reasoning, handed_over, plain, usage
 from langchain_cached_rag.settings import AsyncRun, EngineSettings, Pieces, Run, Stop, their_errors
-from langchain_cached_rag.tools import (
-    GrowingChunks,
-    answer_form,
-    as_calls,
-    as_reasoning,
-    bound,
-    parser,
-    taken,
-)
+from langchain_cached_rag.tools import GrowingChunks, answer_form, as_calls, bound, parser, taken
 
 Messages = list[BaseMessage]
 

@@ -43,6 +43,11 @@ def plain(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     return [_plain(message) for message in whole]
 
 
+def as_reasoning(thought: str) -> dict[str, str]:
+    """A thought where LangChain finds it for `content_blocks`, beside what is said."""
+    return {"reasoning_content": thought} if thought else {}
+
+
 def _plain(message: BaseMessage) -> dict[str, Any]:
     found: dict[str, Any] = {"role": _role(message), "content": _content(message)}
     if isinstance(message, AIMessage):

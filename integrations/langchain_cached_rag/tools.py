@@ -23,6 +23,7 @@ from langchain_core.utils.pydantic import is_basemodel_subclass
 from cached_rag import ConfigError, Engine, Tools
 from cached_rag.spi import CallPart, new_call_id
 from cached_rag.spi import ToolCall as Call
+from langchain_cached_rag.messages import as_reasoning
 
 # Options of a call that say what form its answer has.
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
@@ -82,11 +83,8 @@ def taken(engine: Engine, options: dict[str, Any]) -> Tools:
     parallel = given["parallel_tool_calls"]
     made = bound(tools, given["tool_choice"] if tools else None, parallel=parallel)
     schema = _schema(given["response_format"])
-    return Tools(
-        engine.tokenization,
-        *(made["tools"], made["tool_choice"], parallel, schema),
-        parts_thoughts=options.get("grammar") is None,
-    )
+    form = (made["tools"], made["tool_choice"], parallel, schema)
+    return Tools(engine.tokenization, *form, parts_thoughts=options.get("grammar") is None)
 
 
 def _schema(wanted: Any) -> Any:
@@ -114,11 +112,6 @@ def as_calls(calls: Sequence[Call]) -> tuple[list[ToolCall], list[InvalidToolCal
     return good, bad
 
 
-def as_reasoning(thought: str) -> dict[str, str]:
-    """A thought where LangChain finds it for `content_blocks`, beside what is said."""
-    return {"reasoning_content": thought} if thought else {}
-
-
 class GrowingChunks:
     """An answer that comes in pieces, as LangChain has it in chunks: its text, and its calls."""
 
@@ -133,25 +126,20 @@ class GrowingChunks:
         thought = self._growing.new_thought
         if not (said or parts or thought):
             return None
-        message = AIMessageChunk(
-            content=said,
-            tool_call_chunks=[_as_chunk(part) for part in parts],
-            additional_kwargs=as_reasoning(thought),
-        )
-        return ChatGenerationChunk(message=message)
+        return ChatGenerationChunk(message=_chunk(said, thought, parts))
 
     def end(self) -> tuple[AIMessageChunk, bool]:
         """The rest, in which calls that were cut off are made invalid; whether any call is not."""
         said, parts = self._growing.push("", is_over=True)
         _, calls = self._tools.read(self._text)
         parts += [_cut_off(at, call) for at, call in enumerate(calls) if not call.is_complete]
-        rest = AIMessageChunk(
-            content=said,
-            tool_call_chunks=[_as_chunk(part) for part in parts],
-            additional_kwargs=as_reasoning(self._growing.new_thought),
-            chunk_position="last",
-        )
+        rest = _chunk(said, self._growing.new_thought, parts, chunk_position="last")
         return rest, any(call.is_complete for call in calls)
+
+
+def _chunk(said: str, thought: str, parts: list[CallPart], **more: Any) -> AIMessageChunk:
+    more |= {"additional_kwargs": as_reasoning(thought)}
+    return AIMessageChunk(content=said, tool_call_chunks=[_as_chunk(p) for p in parts], **more)
 
 
 def _cut_off(index: int, call: Call) -> CallPart:

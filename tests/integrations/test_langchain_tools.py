@@ -208,7 +208,8 @@ def test_a_call_may_be_cut_off_anywhere(llm):
     for end in range(len(whole)):
         growing = GrowingChunks(tools)
         growing.push(first + form.separator + form.begin + "Note" + form.middle + whole[:end])
-        _, (tail,), is_called = growing.end()
+        rest, is_called = growing.end()
+        (tail,) = rest.tool_call_chunks
         assert is_called
         assert tail["index"] == 1
         assert not isinstance(parse_partial_json(whole[:end] + tail["args"]), dict)

@@ -51,11 +51,8 @@ def taken(engine: Engine, options: dict[str, Any]) -> Tools:
     tools, choice, parallel = (options.pop(name, None) for name in _OPTIONS)
     if isinstance(choice, Mapping):
         choice = choice["function"]["name"]
-    return Tools(
-        engine.tokenization,
-        *(tools or (), choice or "auto", parallel),
-        parts_thoughts=options.get("grammar") is None,
-    )
+    form = (tools or (), choice or "auto", parallel)
+    return Tools(engine.tokenization, *form, parts_thoughts=options.get("grammar") is None)
 
 
 def blocks(tools: Tools, text: str, ids: list[str], *, is_over: bool) -> list[ContentBlock]:
