@@ -125,7 +125,7 @@ class Asking:
             hits: the chunks that are in the prompt.
         """
         config = config.replace(stop=(*config.stop, *self.prompts.stop))
-        tools = self._form(parts_thoughts=config.grammar is None)
+        tools = self.form(parts_thoughts=config.grammar is None)
         stream = self.engine.stream(prompt, tools.settings(config), clock=lookup.clock)
         return lookup.answered(stream, question, hits, tools)
 
@@ -134,10 +134,10 @@ class Asking:
         from cached_rag.engine.stream import ToldStream
 
         told = ToldStream(NOTHING_FOUND, Report("none", charged_recompute=0.0))
-        return lookup.answered(told, question, (), self._form(parts_thoughts=False))
+        return lookup.answered(told, question, (), self.form(parts_thoughts=False))
 
-    def _form(self, *, parts_thoughts: bool) -> Tools:
-        """The form of an answer, without tools; not imported before, as it takes long."""
+    def form(self, *, parts_thoughts: bool) -> Tools:
+        """The form of an answer, without tools; imported late, as that takes long."""
         from cached_rag.engine.tools import Tools
 
         return Tools(self.engine.tokenization, parts_thoughts=parts_thoughts)
@@ -340,14 +340,13 @@ class Chat:
         prompt = prompts.rendered(messages)
         if not prompts.has_room(prompt, _MOST_REWRITTEN):
             return plain
-        answer = asking.engine.generate(
-            prompt,
-            GenerationConfig(
-                method=config.method, max_tokens=_MOST_REWRITTEN, stop=("\n", *prompts.stop)
-            ),
+        form = asking.form(parts_thoughts=True)
+        brief = GenerationConfig(
+            method=config.method, max_tokens=_MOST_REWRITTEN, stop=("\n", *prompts.stop)
         )
-        rewritten = answer.text.strip()
-        # What begins with a tag is a thought, not a question.
+        answer = asking.engine.generate(prompt, form.settings(brief))
+        rewritten = form.read(answer.text)[0].strip()
+        # What begins with a tag is a thought in a form that the template does not tell of.
         return plain if not rewritten or rewritten.startswith("<") else f"{rewritten}\n{plain}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -291,7 +292,7 @@ def test_llama_index_has_thoughts_as_blocks(thinker):
     assert llm.complete(prompt, formatted=True).text == answer
 
 
-def test_an_index_answers_without_thoughts(thinker, tmp_path):
+def test_an_index_answers_without_thoughts(thinker, tmp_path, monkeypatch):
     engine, *_ = thinker
     text = "The valve is reset by turning the red key to the left for three seconds."
     with CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding()) as rag:
@@ -314,5 +315,9 @@ def test_an_index_answers_without_thoughts(thinker, tmp_path):
         chat = rag.chat(**options)
         chat.ask(asked)
         assert chat.messages[1]["content"] == answer.text
+        thought = SimpleNamespace(text="0 0 0")  # about the follow-up; it is no question
+        monkeypatch.setattr(engine, "generate", lambda *_: thought)
+        assert chat.ask("And then?").searched == f"{asked}\nAnd then?"
+        monkeypatch.undo()
         cut = rag.ask(asked, **options | {"max_tokens": 1})
         assert (cut.text, "within its thought" in str(cut.report.notes)) == ("", True)
