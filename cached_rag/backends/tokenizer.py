@@ -86,6 +86,13 @@ class Tokenization:
         """A token's bytes. Of one that is a part of a character, they are no text by themselves."""
         return Spelling(self.tokenizer)
 
+    @cached_property
+    def hidden(self) -> re.Pattern[str]:
+        """The tokens that an answer's text does not show, as marks of thoughts and calls may be."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+
     def spelled_out(self, text: str) -> list[Span]:
         """The characters that spell control tokens, whether these are obeyed or not."""
         return [control.core for control in self._backends.find(text)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,11 +133,11 @@ class Tools:
             form, is_forced = self.tokenization.template.call_form, self.is_forced
             said, calls = read_answer(said, form, self.tools, is_over=is_over, is_forced=is_forced)
         shows = self.is_offered or self._has_hidden_marks
-        return self._unshown.sub("", said) if shows else said, calls
+        return self.tokenization.hidden.sub("", said) if shows else said, calls
 
     def thought(self, text: str, *, is_over: bool = True) -> str:
         """What an answer thinks before it says something; see `read`."""
-        return self._unshown.sub("", self._parted(text, is_over=is_over)[0])
+        return self.tokenization.hidden.sub("", self._parted(text, is_over=is_over)[0])
 
     def _parted(self, text: str, *, is_over: bool) -> tuple[str, str]:
         """The thought, and the rest."""
@@ -170,14 +169,7 @@ class Tools:
         """Whether thoughts stand between tokens that no text shows."""
         form = self._thought_form
         marks = f"{form.opening} {form.close} {form.lead}" if form else ""
-        return self._unshown.search(marks) is not None
-
-    @cached_property
-    def _unshown(self) -> re.Pattern[str]:
-        """Tokens that no text shows; the grammar has them shown, as marks of calls are such."""
-        added = self.tokenization.tokenizer.added_tokens_decoder.values()
-        texts = sorted((token.content for token in added if token.special), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)) or "(?!)")
+        return self.tokenization.hidden.search(marks) is not None
 
     def growing(self) -> GrowingAnswer:
         """Reads an answer that comes in pieces."""
