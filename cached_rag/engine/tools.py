@@ -118,6 +118,7 @@ class Tools:
             self.tokenization.controls,
             parallel=self.choice == "auto" if self.parallel is None else self.parallel,
             schema=schema,
+            thought=self.tokenization.template.thought_form,
         )
 
     def read(self, text: str, *, is_over: bool = True) -> tuple[str, list[ToolCall]]:

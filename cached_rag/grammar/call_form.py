@@ -28,7 +28,7 @@ Call = tuple[str, Mapping[str, Any]]  # a tool's name and its arguments
 # Renders messages with tools, with or without the header of an answer at the end.
 Apply = Callable[[list[Message], Sequence[Tool], bool], str]
 
-_NAME, _SAID, _THOUGHT = "qx_name", "qx said", "qx thought"
+_NAME, _SAID = "qx_name", "qx said"
 _JSON = JsonArguments()
 _KEYS, _TEXTS, _NUMBERS = ("qxa", "qxb"), ("qxtext1", "qxtext2"), (77001, 77002)
 _ID = "qxcall000"  # Mistral's templates want nine letters and digits
@@ -73,8 +73,7 @@ class CallForm:
         arguments: how they are written.
         lists: the template lists the tools; else a system message does.
         writes: the template writes calls; else they stand in the messages' text.
-        lead: what a template writes before an answer's text; a mark only if calls have another.
-        thought: what stands around a thought before an answer, where such marks are.
+        in_channels: all that is said stands between marks of its own, as calls do.
     """
 
     opening: str
@@ -86,8 +85,7 @@ class CallForm:
     arguments: JsonArguments | NamedArguments = _JSON
     lists: bool = True
     writes: bool = True
-    lead: str = ""
-    thought: tuple[str, str] | None = None
+    in_channels: bool = False
 
     @classmethod
     def of(cls, apply: Apply, controls: Collection[str] = ()) -> CallForm:
@@ -155,7 +153,11 @@ _LFM2 = CallForm(
     writes=False,
 )
 # What gpt-oss writes itself, where its template has the tool's name in the turn's header.
-_HARMONY = ("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>")
+_HARMONY: dict[str, Any] = {
+    "begin": "<|channel|>commentary to=functions.",
+    "middle": " <|constrain|>json<|message|>",
+    "in_channels": True,
+}
 
 
 class _UnknownFormError(ValueError):
@@ -183,7 +185,7 @@ class _Discovery:
                     form = form.alone()
                 if self._reads(form, _CALL):
                     is_channel = form.begin.strip() == "to=functions."
-                    return self._in_channels(form) if is_channel else form
+                    return replace(form, **_HARMONY) if is_channel else form
         return None
 
     def _turn(self, *calls: Call) -> str:
@@ -250,17 +252,6 @@ class _Discovery:
             if two is not None:
                 gap = _split(_split(two, texts)[5], texts)[0][len(after) :]
         return _assembled(opening, first.removesuffix(before), last, gap, arguments)
-
-    def _in_channels(self, form: CallForm) -> CallForm:
-        """The form, as models write it that put all they say into channels."""
-        turn = {"role": "assistant", "content": _SAID, "thinking": _THOUGHT}
-        text = self._apply([_USER, turn], [_TOOL], False)
-        before, found, behind = text.removeprefix(self._base).partition(_THOUGHT)
-        if not found:
-            raise _UnknownFormError
-        close = behind[: behind.index(self._lead + _SAID)]
-        begin, middle = _HARMONY
-        return replace(form, begin=begin, middle=middle, lead=self._lead, thought=(before, close))
 
 
 def _split(text: str, arguments: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from cached_rag.grammar.grammar import overlap
 
 _SAID, _THOUGHT = "qx said", "qx thought"
 _USER = {"role": "user", "content": "qx"}
-_KEYS = ("reasoning_content", "thinking", "reasoning")  # which of them a template reads
+_NAMES = ("reasoning_content", "thinking", "reasoning")  # a template reads one of them
 # Marks such as <think> or [THINK], which templates name that show no thought.
 _MARK = re.compile(r"(<|\[)([\w:]*think[\w:]*)(>|\])", re.IGNORECASE)
 # What a text ends with: such a mark, one that stands between two others, or else its last line.
@@ -53,10 +53,9 @@ class ThoughtForm:
             apply: renders messages.
             source: the template.
         """
-        for key in _KEYS:
-            with suppress(TemplateError, ConfigError, TypeError, ValueError):
-                if form := _written(apply, key):
-                    return form
+        with suppress(TemplateError, ConfigError, TypeError, ValueError):
+            if form := _written(apply):
+                return form
         if all(mark in source for mark in _GEMMA):
             return cls(*_GEMMA)
         for begin, name, end in _MARK.findall(source):
@@ -86,12 +85,12 @@ class ThoughtForm:
         return thoughts, said if thoughts or said != rest else text
 
 
-def _written(apply: Apply, key: str) -> ThoughtForm | None:
-    """The form, if the template writes a thought that stands under this name."""
+def _written(apply: Apply) -> ThoughtForm | None:
+    """The form, if the template writes a thought."""
     turn = {"role": "assistant", "content": _SAID}
     header = apply([_USER], (), True)
     plain = apply([_USER, turn], (), False)
-    text = apply([_USER, {**turn, key: _THOUGHT}], (), False)
+    text = apply([_USER, turn | dict.fromkeys(_NAMES, _THOUGHT)], (), False)
     at, said = text.find(_THOUGHT), text.find(_SAID)
     if not 0 <= at < said:
         return None

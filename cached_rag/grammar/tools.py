@@ -16,6 +16,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.grammar.arguments import TEXT_RULE, until
 from cached_rag.grammar.call_form import HERMES, CallForm, Message, Tool, ToolCall
 from cached_rag.grammar.grammar import Grammar, Json, json_rule, overlap, quoted
+from cached_rag.grammar.thought import ThoughtForm
 
 _INSTRUCTIONS = """You may call functions. These are their signatures, one JSON object each:
 <tools>
@@ -156,6 +157,7 @@ def tool_grammar(
     *,
     parallel: bool = True,
     schema: Json | None = None,
+    thought: ThoughtForm | None = None,
 ) -> Grammar:
     """The grammar of an answer that calls tools.
 
@@ -166,6 +168,7 @@ def tool_grammar(
         controls: ids of the control tokens, which are no text to the grammar.
         parallel: whether there may be several calls.
         schema: JSON schema of an answer without calls; None for any text.
+        thought: how the model writes thoughts; read where all that is said is in channels.
 
     Raises:
         ConfigError: no such tool, or one without a name, or whose parameters are no object.
@@ -195,9 +198,9 @@ def tool_grammar(
         rules += [f"start: {start} {rest}"]
     elif schema is not None:
         rules += [f"start: {start} {rest} | {json_rule(schema)}"]
-    elif form.thought is not None:  # all that is said has marks of its own
-        before, behind = map(text, form.thought)
-        said = f"{text(form.lead)} SAID"
+    elif form.in_channels and thought is not None:
+        before, behind = text(thought.opening), text(thought.close)
+        said = f"{text(thought.lead)} SAID"
         rules += [f"start: ({before} SAID {behind})* ({start} {rest} | {said})"]
     else:
         rules += _free(start, rest, list(controls.values()))
