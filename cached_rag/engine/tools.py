@@ -40,7 +40,7 @@ class Tools:
     `engine.generate(tools.prompt(messages), tools.settings(config))` asks, and `read` takes the
     answer apart.
 
-    Thinking models write a thought before what they say. `read` leaves it out, and `thought` has
+    Thinking models write a thought before what they say. `read` leaves it out, and `parts` has
     it, unless the answer must have another form than text or calls.
 
     Attributes:
@@ -95,8 +95,7 @@ class Tools:
         if config.grammar is not None:
             return config
         stop = () if self.is_forced or self.schema is not None else config.stop
-        shows = self.is_offered or self._has_hidden_marks
-        return config.replace(grammar=self.grammar, stop=stop, shows_control=shows)
+        return config.replace(grammar=self.grammar, stop=stop, shows_control=self._shows_control)
 
     def prompt(self, messages: str | Sequence[Message]) -> Rendered:
         """The prompt, in which the tools are listed as the model's template does it."""
@@ -122,23 +121,25 @@ class Tools:
         )
 
     def read(self, text: str, *, is_over: bool = True) -> tuple[str, list[ToolCall]]:
-        """What an answer says before its calls, and the calls.
+        """What an answer says before its calls, and the calls; see `parts`."""
+        _, said, calls = self.parts(text, is_over=is_over)
+        return said, calls
+
+    def parts(self, text: str, *, is_over: bool = True) -> tuple[str, str, list[ToolCall]]:
+        """What an answer thinks, what it says then, and its calls.
 
         Args:
             text: the answer so far.
             is_over: no more of it comes.
         """
         calls: list[ToolCall] = []
-        said = self._parted(text, is_over=is_over)[1]
+        thought, said = self._parted(text, is_over=is_over)
         if self.is_offered:
             form, is_forced = self.tokenization.template.call_form, self.is_forced
             said, calls = read_answer(said, form, self.tools, is_over=is_over, is_forced=is_forced)
-        shows = self.is_offered or self._has_hidden_marks
-        return self.tokenization.hidden.sub("", said) if shows else said, calls
-
-    def thought(self, text: str, *, is_over: bool = True) -> str:
-        """What an answer thinks before it says something; see `read`."""
-        return self.tokenization.hidden.sub("", self._parted(text, is_over=is_over)[0])
+        if self._shows_control:
+            thought, said = (self.tokenization.hidden.sub("", one) for one in (thought, said))
+        return thought, said, calls
 
     def _parted(self, text: str, *, is_over: bool) -> tuple[str, str]:
         """The thought, and the rest."""
@@ -166,11 +167,11 @@ class Tools:
         return form is not None and prompt.text.rstrip().endswith(form.opening)
 
     @cached_property
-    def _has_hidden_marks(self) -> bool:
-        """Whether thoughts stand between tokens that no text shows."""
+    def _shows_control(self) -> bool:
+        """Whether calls, or thoughts, may stand between tokens that no text shows."""
         form = self._thought_form
         marks = f"{form.opening} {form.close} {form.lead}" if form else ""
-        return self.tokenization.hidden.search(marks) is not None
+        return self.is_offered or self.tokenization.hidden.search(marks) is not None
 
     def growing(self) -> GrowingAnswer:
         """Reads an answer that comes in pieces."""
@@ -199,9 +200,8 @@ class GrowingAnswer:
         if not (self._tools.is_offered or self._tools.may_think):
             return piece, []
         self._answer += piece
-        thought = self._tools.thought(self._answer, is_over=is_over)
+        thought, said, calls = self._tools.parts(self._answer, is_over=is_over)
         self.new_thought, self._thought = thought[len(self._thought) :], thought
-        said, calls = self._tools.read(self._answer, is_over=is_over)
         new, self._said = said[len(self._said) :], max(self._said, said, key=len)
         parts = []
         for index, call in enumerate(calls):

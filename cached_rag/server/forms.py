@@ -269,9 +269,9 @@ class Envelope:
         return self._head(".chunk") | {"choices": [], "usage": usage(reports, self.num_answers)}
 
     def _choice(self, index: int, answer: Generation, tools: Tools) -> Json:
-        text, calls = tools.read(answer.text)
+        thought, text, calls = tools.parts(answer.text)
         said: Json = {"role": "assistant", "content": text, "refusal": None}
-        if thought := tools.thought(answer.text):
+        if thought:
             said["reasoning_content"] = thought
         if calls:
             said["content"] = text or None

@@ -112,12 +112,12 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):  # type: ignore[misc]  # nam
     def _result(
         self, text: str, stream: Stream, tools: Tools, options: dict[str, Any]
     ) -> ChatResult:
-        said, calls = tools.read(text)
+        thought, said, calls = tools.parts(text)
         good, bad = as_calls(calls)
         about = self._about(stream, options.get("model"), has_calls=bool(good))
         message = AIMessage(
             said,
-            additional_kwargs=as_reasoning(tools.thought(text)),
+            additional_kwargs=as_reasoning(thought),
             tool_calls=good,
             invalid_tool_calls=bad,
             response_metadata=about,

@@ -185,23 +185,23 @@ def test_an_answer_read_in_pieces_is_the_answer_read_whole(turn, ends):
     is_begun = tools.prompt([USER]).text.rstrip().endswith(opening)
     behind = f"\n{close}\n\n{lead}It is <b>.\n" if ends else ""
     answer = f"{'' if is_begun else opening}\nHm, </ or <.{behind}"
-    assert tools.thought(answer) == "Hm, </ or <."
+    assert tools.parts(answer)[0] == "Hm, </ or <."
     assert tools.read(answer) == ("It is <b>.\n" if ends else "", [])
     growing, said, thought = tools.growing(), "", ""
     for letter in [*answer, ""]:
         said += growing.push(letter, is_over=not letter)[0]
         thought += growing.new_thought
-    assert (said, thought) == (tools.read(answer)[0], tools.thought(answer))
+    assert (said, thought) == (tools.read(answer)[0], tools.parts(answer)[0])
     plain = "It is so."
     if is_begun:  # all of it is a thought that is not over
-        assert (tools.thought(plain), tools.read(plain)[0]) == (plain, "")
+        assert (tools.parts(plain)[0], tools.read(plain)[0]) == (plain, "")
     else:
-        assert (tools.thought(plain), tools.read(lead + plain)[0]) == ("", plain)
+        assert (tools.parts(plain)[0], tools.read(lead + plain)[0]) == ("", plain)
     for other in (
         Tools(tools.tokenization, parts_thoughts=False),
         Tools(tools.tokenization, schema=True),
     ):
-        assert (other.thought(answer), other.read(answer)[0]) == ("", answer)
+        assert (other.parts(answer)[0], other.read(answer)[0]) == ("", answer)
 
 
 OPTIONS = {"max_tokens": 40, "temperature": 0.0}

@@ -279,7 +279,9 @@ def test_an_answer_may_think_between_marks_and_then_call(name):
     answer = f"Let me see.{marks[0]}\n\n{call}"
     said, calls = tools.read(answer)
     thinks = name in ("qwen", "glm")  # the prompt begins the thought
-    assert (tools.thought(answer), said) == (("Let me see.", "") if thinks else ("", "Let me see."))
+    assert (tools.parts(answer)[0], said) == (
+        ("Let me see.", "") if thinks else ("", "Let me see.")
+    )
     assert [call.name for call in calls] == ["weather"]
     unmarked = Tools(tokenization(name, has_controls=False), TOOLS)
     if name != "lfm lists" and not thinks:
@@ -301,7 +303,7 @@ def test_what_is_said_in_channels_is_told_apart():
     given = '{"city": "Rome", "days": 2}'
     assert tools.read(thought + call) == ("", [ToolCall("weather", given)])
     assert tools.read(thought + final) == ("It is.", [])
-    assert tools.thought(thought + final) == tools.thought(thought + call) == "They ask."
+    assert tools.parts(thought + final)[0] == tools.parts(thought + call)[0] == "They ask."
     growing = tools.growing()
     said, thoughts = "", ""
     for piece in thought + final:

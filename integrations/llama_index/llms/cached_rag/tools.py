@@ -62,8 +62,7 @@ def blocks(tools: Tools, text: str, ids: list[str], *, is_over: bool) -> list[Co
         ids: of the calls; an answer that grows keeps those it has.
         is_over: no more of it comes.
     """
-    said, calls = tools.read(text, is_over=is_over)
-    thought = tools.thought(text, is_over=is_over)
+    thought, said, calls = tools.parts(text, is_over=is_over)
     found: list[ContentBlock] = [ThinkingBlock(content=thought)] if thought else []
     if said or not calls:
         found.append(TextBlock(text=said))
