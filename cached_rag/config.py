@@ -52,9 +52,6 @@ class GenerationConfig:
         recompute_ratio: share of the reused tokens to recompute, 0 to 1; None for the method's
             default.
         check_layer, gradual: options of CacheBlend; None for its defaults.
-        adaptive: let the loading controller decide. It raises the recompute ratio as long as that
-            delays nothing, because KV is still being loaded, and has chunks computed that would
-            be loaded more slowly.
         max_tokens: most tokens of the answer.
         temperature: 0, and whatever is less than 0.0001, always takes the likeliest token.
         top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off.
@@ -81,7 +78,6 @@ class GenerationConfig:
     recompute_ratio: float | None = None
     check_layer: int | tuple[int, ...] | None = None
     gradual: bool | None = None
-    adaptive: bool = False
     max_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
@@ -131,13 +127,7 @@ class GenerationConfig:
             form is None or not self.ignore_eos,
             "an answer in a given form ends with it, so ignore_eos cannot be followed",
         )
-        chosen = self.selector()
-        if self.adaptive:
-            from cached_rag.methods import UnionSelector
-
-            ratio = getattr(chosen, "recompute_ratio", None)
-            has_ratio = ratio is not None and not isinstance(chosen, UnionSelector)
-            require(has_ratio, f"{self.method} has no recompute_ratio to be adaptive")
+        self.selector()  # raises if it is none
 
     def _take_quality(self, word: str) -> None:
         words = ", ".join(QUALITIES)

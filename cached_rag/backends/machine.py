@@ -1,20 +1,35 @@
-"""What this machine computes on and in, and what memory it has and this process takes of it.
+"""What this machine computes on and in, what memory it has, and how fast it computes a model.
 
-Knows no model.
+How fast is measured once for each model and machine, and kept in the user's cache directory as a
+profile.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
+import json
+import os
+import platform
 import re
+import statistics
 import sys
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
 
+from cached_rag.backends.base import Backend
+from cached_rag.backends.resolve import cache_dir
 from cached_rag.errors import ConfigError
+from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.files import make_folder, open_file
+from cached_rag.kv.fingerprint import digest
 
 # Bytes that loading and the first prompts take besides the weights (docs/models.md).
 OVERHEAD_BYTES = 512 << 20
@@ -116,3 +131,133 @@ def return_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none, and needs none
         if trim is not None:
             trim(0)
+
+
+# Numbers of tokens: in the longest prompt, and at most in a timed pass.
+_LONGEST, _ROWS = 4096, 256
+# Seconds that a timed pass should take, seconds after which it is not repeated any more, and how
+# often it is repeated at most.
+_PASS_S, _LIMIT_S, _REPEATS = 0.5, 1.0, 3
+# A model's fingerprint, and its device.
+ProfileKey = tuple[str, torch.device]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The rate of one model on one machine.
+
+    Attributes:
+        token_s: seconds to compute a token in all layers, without its attention to others.
+        pair_s: additional seconds for each token that it attends to.
+
+    Raises:
+        ValueError, TypeError: a value is no rate.
+    """
+
+    token_s: float
+    pair_s: float
+
+    def __post_init__(self) -> None:
+        if min(self.token_s, self.pair_s) < 0 or not self.token_s + self.pair_s:
+            raise ValueError(f"rates are positive, unlike these: {self}")
+
+    def compute_s(self, tokens: float) -> float:
+        """Seconds to compute a prompt of so many tokens."""
+        return self.token_s * tokens + self.pair_s * tokens * tokens / 2
+
+
+def fit(passes: Sequence[tuple[int, int, float]]) -> tuple[float, float]:
+    """`token_s` and `pair_s` of a `Profile`, by least squares over the time for one token.
+
+    Args:
+        passes: (number of tokens, tokens before them, seconds) of each pass. There must be two or
+            more, with different numbers of tokens to attend to.
+    """
+    seen = [preceding + tokens / 2 for tokens, preceding, _ in passes]
+    each = [seconds / tokens for tokens, _, seconds in passes]
+    pair_s = max(0.0, statistics.linear_regression(seen, each).slope)  # noise may tilt it down
+    return max(0.0, statistics.mean(each) - pair_s * statistics.mean(seen)), pair_s
+
+
+def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
+    """The profile that was kept earlier; else one is measured, which takes seconds, and kept.
+
+    Args:
+        fresh: measure even if a profile was kept.
+    """
+    key = profile_key(model)
+    kept = None if fresh else kept_profile(key)
+    if kept is not None:
+        return kept
+    profile, path = measure(model), _path(key)
+    make_folder(path.parent)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(dataclasses.asdict(profile)), encoding="utf-8")
+    temporary.replace(path)
+    return profile
+
+
+def profile_key(model: Backend) -> ProfileKey:
+    """What a model's profile is kept under."""
+    return model.fingerprint, model.shapes.device
+
+
+def kept_profile(key: ProfileKey) -> Profile | None:
+    """The profile that was measured earlier on this machine; None if there is none to be read."""
+    try:
+        with open_file(_path(key)) as file:
+            return Profile(**json.load(file))
+    except (OSError, ValueError, TypeError):  # a ValueError: by an earlier version, or incomplete
+        return None
+
+
+def _path(key: ProfileKey) -> Path:
+    fingerprint, device = key
+    machine = (platform.node(), platform.machine(), str(os.cpu_count()), str(device))
+    return cache_dir() / "profiles" / f"{digest(fingerprint, *machine)}.json"
+
+
+def measure(model: Backend) -> Profile:
+    """Measure a profile: medians of a few rounds, on random tokens with others before them."""
+    longest = min(_LONGEST, model.context_length)
+    ids = torch.randint(0, 100, (1, longest), generator=torch.Generator().manual_seed(0))
+    buffer = KVBuffer.like(model.shapes, longest)
+    buffer.keys.zero_()
+    buffer.values.zero_()
+    return Profile(*fit(_passes(model, buffer, ids)))
+
+
+def _passes(model: Backend, buffer: KVBuffer, ids: torch.Tensor) -> list[tuple[int, int, float]]:
+    """Timed passes with no tokens before them, half a prompt and nearly all of it, for `fit`."""
+    longest, device = ids.shape[1], model.shapes.device
+
+    def compute(preceding: int, count: int) -> None:
+        slots = torch.arange(preceding, preceding + count)
+        model.prefill(buffer, ids[:, : preceding + count], slots)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    few = min(_ROWS, longest // 4)
+    least = max(1, few // 8)
+    compute(0, least)  # the first pass is slower: it allocates and compiles
+    began = time.perf_counter()
+    compute(0, least)
+    affordable = int(least * _PASS_S / (time.perf_counter() - began))
+    rows = max(least, min(few, affordable))
+    places = [(rows, preceding) for preceding in (0, longest // 2, longest - rows)]
+    if model.keeps_states:  # what precedes would have to be computed each time
+        places = [(share * rows, 0) for share in (1, 2, 4)]
+    return [
+        (count, preceding, _median_s(partial(compute, preceding, count)))
+        for count, preceding in places
+    ]
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    work()
+    times: list[float] = []
+    while len(times) < _REPEATS and sum(times) < _LIMIT_S:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)

@@ -16,7 +16,7 @@ from cached_rag.errors import CachedRAGError
 from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
 
 # What full prefill has not.
-_OF_METHODS = ("method", "quality", "recompute_ratio", "adaptive")
+_OF_METHODS = ("method", "quality", "recompute_ratio")
 # For the one question there is; and full prefill, to compare it with, must not find what it left.
 _ONCE = options.opening(sequence_bytes=0)
 _HELP = (

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from cached_rag.engine.choice import Choice, check_fits, choose, repair_mark
-from cached_rag.engine.prompt import Prefilling
-from cached_rag.engine.repair import Following, Pieces
+from cached_rag.engine.planner import Choice, check_fits, choose, repair_mark
+from cached_rag.engine.prompt import Following, Pieces, Prefilling
 from cached_rag.engine.report import Clock
 from cached_rag.engine.resources import Resources
 from cached_rag.engine.sharing import NOTHING, Beginning
@@ -71,8 +70,7 @@ def prepare(prompt: Prefilling) -> None:
         # 1) Find out which tokens come from which chunk.
         clock, loaded_ms = Clock(), report.load_ms
         # What chunks do to states is needed before anything is computed.
-        can_wait = not config.selector().composes
-        lazy = can_wait and (config.adaptive or resources.library.is_pipelined)
+        lazy = resources.library.is_pipelined and not config.selector().composes
         prompt.tokens, plan = prompt.reading(report, lazy=lazy)
         report.prompt_tokens = len(prompt.tokens)
         check_fits(resources.model, len(prompt.tokens), plan, config.max_tokens)
@@ -84,7 +82,6 @@ def prepare(prompt: Prefilling) -> None:
     prompt.plan, prompt.method = choice.plan, choice.method
     prompt.repair = repair_mark(choice.method)
     prompt.exact_length = exact_length(prompt, choice.plan)
-    report.decision = choice.decision
     report.notes += [note for note in choice.notes if note not in report.notes]
     if choice.method != prompt.config.selector():
         report.method = spelled(choice.method)

@@ -40,7 +40,6 @@ class Report:
             of them were right and are in it; both 0 where the model takes one token a step.
         kv_bytes, shared_kv_bytes: bytes of KV that this prompt holds alone, and that it shares
             with prompts answered at the same time; both 0 if nothing is shared.
-        decision: the loading controller's decision and its reason; empty if it was not asked.
         notes: sentences for the user, such as why another method was used.
     """
 
@@ -65,7 +64,6 @@ class Report:
     accepted_tokens: int = 0
     kv_bytes: int = 0
     shared_kv_bytes: int = 0
-    decision: str = ""
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

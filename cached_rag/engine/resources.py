@@ -14,19 +14,18 @@ import torch
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
-from cached_rag.backends.machine import free_bytes
+from cached_rag.backends.machine import Profile, free_bytes, profile_of
 from cached_rag.backends.resolve import Variant
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.config import StoreConfig
 from cached_rag.engine.idle import Audits, Settling
-from cached_rag.engine.profile import profile_of, refusal
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.holdings import FOLDER
 from cached_rag.kv.kept import KeptPrompts
-from cached_rag.kv.remote import RemoteTier
+from cached_rag.kv.remote import Link, RemoteTier
 from cached_rag.kv.wire import Sizes
 from cached_rag.library.archive import PromptArchive
 from cached_rag.library.encoder import Encoder
@@ -145,10 +144,28 @@ def completed(settings: StoreConfig, model: Backend) -> StoreConfig:
 
 
 def refuses(model: Backend, remote: RemoteTier | None) -> Refuses:
-    """What decides whether KV is brought from another machine; this one is measured for it once."""
+    """The loading controller (CacheBlend, section 5.2): what is computed sooner is not brought.
+
+    This machine is measured for it once. In the paper it also has more repaired where loading takes
+    longer than repair; here memory and disk always take less (docs/store.md).
+    """
     if remote is None:
         return lambda _: ""
     return partial(refusal, on_model_thread(lambda: profile_of(model)), remote.link)
+
+
+def refusal(profile: Profile, link: Link, tokens: int) -> str:
+    """Why KV of `tokens` tokens is not to be brought from a remote store; empty if it is.
+
+    It is as long as nothing is known of the way there, and now and then to learn of it again.
+    """
+    loading, computing = link.load_s(tokens), profile.compute_s(tokens)
+    if loading is None or loading < computing:
+        return ""
+    return (
+        f"KV of {tokens} tokens would take {loading * 1000:.0f} ms from the remote store, and "
+        f"{computing * 1000:.0f} ms to compute, so it is computed"
+    )
 
 
 def sizes_of(model: Backend) -> Sizes:

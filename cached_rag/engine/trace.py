@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cached_rag.backends.machine import ProfileKey, kept_profile
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.engine.profile import ProfileKey, kept_profile
 from cached_rag.library.matching import Match
 from cached_rag.library.plan import Plan
 from cached_rag.library.shelf import Origin

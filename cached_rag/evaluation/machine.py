@@ -13,17 +13,17 @@ import torch
 import transformers
 
 from cached_rag.backends.base import Backend
+from cached_rag.backends.machine import profile_of
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.packing import FewBitLinear
 from cached_rag.engine.engine import Engine
-from cached_rag.engine.profile import Controller, profile_of
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import stacks_of
-from cached_rag.methods import Auto, CacheBlend, Layout
+from cached_rag.methods import CacheBlend, Layout
 
 _TOKENS = 64
-# The loading controller is asked about a prompt of this many tokens in chunks of this many.
-_CHUNK, _PROMPT = 512, 8192
+# Prompts whose time is told.
+_LENGTHS = (512, 8192)
 # Allowed are this many times the error of the model's own prefill in two pieces.
 _MARGIN = 4
 _SPLITS = (1, _TOKENS // 2, _TOKENS - 1)
@@ -95,7 +95,7 @@ def examine(engine: Engine) -> dict[str, object]:
         "store": str(disk.path) if disk else "memory only",
         "store_bytes": engine.library.shelf.store_bytes(),
         "texts": len(engine.library.table),
-        **_loading(engine),
+        **_rates(model),
     }
 
 
@@ -103,24 +103,11 @@ def _attention(model: Backend) -> str:
     return "scattered rows" if model.can_watch else "the model's own"
 
 
-def _loading(engine: Engine) -> dict[str, object]:
-    """What the loading controller measured, and what it decides for chunks of 512 tokens."""
-    model = engine.model
+def _rates(model: Backend) -> dict[str, object]:
+    """How many tokens of a prompt are prefilled in a second."""
     profile = profile_of(model, fresh=True)
-    control = Controller(profile, Auto().recompute_ratio)
-    lengths = [min(length, model.context_length) for length in (_CHUNK, _PROMPT)]
-    places = range(0, lengths[-1], lengths[0])
-
-    def reason(tier: str) -> str:
-        return control.decide([(begin, lengths[0], tier) for begin in places]).reason
-
-    return {
-        **{f"prefill_tokens_per_s_{n}": round(n / profile.compute_s(n), 1) for n in lengths},
-        "memory_bytes_per_s": profile.memory_bytes_per_s,
-        "disk_bytes_per_s": profile.disk_bytes_per_s,
-        "loading_from_memory": reason("memory"),
-        "loading_from_disk": reason("disk"),
-    }
+    lengths = [min(length, model.context_length) for length in _LENGTHS]
+    return {f"prefill_tokens_per_s_{n}": round(n / profile.compute_s(n), 1) for n in lengths}
 
 
 def _rounding(model: Backend) -> float:

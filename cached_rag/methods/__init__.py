@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from cached_rag.methods.anchorflow import AnchorFlow, Auto, Fast
 from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Selector, Takes
 from cached_rag.methods.cacheblend import CacheBlend
-from cached_rag.methods.epic import Epic
-from cached_rag.methods.lexical import Lexical
 from cached_rag.methods.parse import UnionSelector, has_own_ratio, parse_method, spelled
-from cached_rag.methods.question import A3, InfoFlow, ProphetKV
-from cached_rag.methods.reuse import Compose, Full, Prefix, Random, Reuse
+from cached_rag.methods.question import A3, AnchorFlow, Auto, Fast, InfoFlow, Lexical, ProphetKV
+from cached_rag.methods.reuse import Compose, Epic, Full, Prefix, Random, Reuse
 
 __all__ = [
     "A3",

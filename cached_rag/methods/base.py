@@ -3,7 +3,7 @@
 `QuestionSelector` is the base of those that run the question over the stale KV first, and choose by
 the attention that it pays to the reused tokens.
 
-To add a method: one file with a frozen dataclass that has these members, one line in the table of
+To add a method: a file with a frozen dataclass that has these members, one line in the table of
 `methods/__init__.py`, one row in docs/methods.md. The docstring of the class links its paper, and
 says what it recomputes and why, what that costs, and when to use it.
 """
@@ -95,7 +95,7 @@ class Selector(ABC):
         narrows: whether it leaves out rows from one layer to the next, by `narrow`.
         transfers_drift: whether a module's other tokens are moved as its recomputed ones are
             (`row_cache.py`).
-        follow_tokens: so many of the answer's first tokens choose, too (`engine/repair.py`).
+        follow_tokens: so many of the answer's first tokens choose, too (`engine/prompt.py`).
     """
 
     name: ClassVar[str]

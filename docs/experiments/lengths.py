@@ -12,11 +12,11 @@ from xml.sax.saxutils import escape
 from cached_rag.backends.base import Backend
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.engine.profile import forget_pages
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.summary import new_figure, save
 from cached_rag.evaluation.timing import NEW_PROMPTS, check_prompts_are_new, make_texts, medians
 from cached_rag.pml import Import, Schema, SchemaPrompt
+from docs.experiments.loading import forget_pages
 
 _MODULE_TOKENS = 512
 

@@ -16,7 +16,6 @@ from typing import Any
 from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine, Prompt
-from cached_rag.engine.profile import forget_pages
 from cached_rag.engine.report import Report
 from cached_rag.errors import StoreError
 from cached_rag.evaluation.timing import NEW_PROMPTS, make_prompt, medians
@@ -125,3 +124,16 @@ def _ways(device: str) -> dict[str, dict[str, Any]]:
         "disk, read first": {"pipelined": False, "device_bytes": 0},
         "disk, layer by layer": {"pipelined": True, "device_bytes": 0},
     }
+
+
+def forget_pages(folder: Path) -> None:
+    """Ask the system to drop a folder's KV files from its page cache, so that the disk is read."""
+    if not hasattr(os, "posix_fadvise"):
+        return  # on such a system the page cache is measured instead
+    for path in folder.rglob("*.safetensors"):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)

@@ -20,10 +20,10 @@ import psutil
 from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.engine.profile import forget_pages
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.evaluation.timing import NEW_PROMPTS
+from docs.experiments.loading import forget_pages
 
 # Chunks in one piece of encoding, between two calls of `progress`.
 _PIECE = 2000

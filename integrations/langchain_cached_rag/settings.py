@@ -10,15 +10,14 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
-from importlib.metadata import version
 from typing import Any, ClassVar
 
-from langchain_core import exceptions, runnables
+from langchain_core import exceptions
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LangSmithParams
 from langchain_core.prompts import BasePromptTemplate
-from langchain_core.runnables.base import RunnableBindingBase, RunnableEachBase
-from langchain_core.runnables.configurable import DynamicRunnable
+from langchain_core.runnables import RunnableSequence
+from langchain_core.runnables.base import RunnableBindingBase
 from pydantic import ConfigDict, Field
 
 from cached_rag import ConfigError, GenerationConfig, spi
@@ -78,12 +77,6 @@ class EngineSettings(spi.FrameworkModel):
     """Alias, hub id, folder or GGUF file."""
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
     """Strings that end the answer; they are not part of it."""
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Versions appear in traces, where langchain-core collects them."""
-        super().model_post_init(context)
-        if hasattr(self, "_add_version"):
-            self._add_version("cached-rag", version("cached-rag"))
 
     @property
     def _named(self) -> str:
@@ -257,8 +250,7 @@ def unwrapped(llm: Any) -> EngineSettings:
 
     Args:
         llm: a `ChatCachedRAG` or `CachedRAGLLM`; or what `bind`, `bind_tools`, `with_config`,
-            `with_retry`, `with_fallbacks`, `with_structured_output`, `configurable_fields` or a
-            chain made of one. Of several fallbacks, the first one counts.
+            `with_retry`, `with_structured_output` or a chain made of one.
 
     Raises:
         ConfigError: there is no such model in it, or more than one.
@@ -275,39 +267,13 @@ def unwrapped(llm: Any) -> EngineSettings:
     )
 
 
-def _models(llm: Any, inside: frozenset[int] = frozenset()) -> Iterator[EngineSettings]:
-    """The models in a runnable, in the order of their use.
-
-    Args:
-        inside: what it is a part of, as functions may name themselves.
-    """
-    if id(llm) in inside:
-        return
-    inside |= {id(llm)}
+def _models(llm: Any) -> Iterator[EngineSettings]:
+    """The models in a runnable, in the order of their use."""
     if isinstance(llm, EngineSettings):
         yield llm
     elif isinstance(llm, RunnableBindingBase):
-        for model in _models(llm.bound, inside):
+        for model in _models(llm.bound):
             yield model.renamed(llm.kwargs.get("model"))
-    elif isinstance(llm, runnables.RunnableWithFallbacks):
-        yield from next(filter(None, (list(_models(one, inside)) for one in llm.runnables)), [])
-    else:
-        for part in _parts(llm):
-            yield from _models(part, inside)
-
-
-def _parts(runnable: Any) -> Iterable[runnables.Runnable[Any, Any]]:
-    """What a runnable runs; nothing for one of a kind that is not known."""
-    if isinstance(runnable, runnables.RunnableSequence):
-        return runnable.steps
-    if isinstance(runnable, runnables.RunnableParallel):
-        return runnable.steps__.values()
-    if isinstance(runnable, runnables.RunnableAssign):
-        return [runnable.mapper]
-    if isinstance(runnable, runnables.RunnableBranch):
-        return [*(then for _, then in runnable.branches), runnable.default]
-    if isinstance(runnable, RunnableEachBase):
-        return [runnable.bound]
-    if isinstance(runnable, DynamicRunnable):
-        return [runnable.default, *getattr(runnable, "alternatives", {}).values()]
-    return runnable.deps if isinstance(runnable, runnables.RunnableLambda) else []
+    elif isinstance(llm, RunnableSequence):
+        for step in llm.steps:
+            yield from _models(step)

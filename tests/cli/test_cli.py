@@ -277,7 +277,6 @@ def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder, options)
     assert "half rotary" in facts["position_rule"]
     assert facts["texts"] == 0
     assert facts["prefill_tokens_per_s_512"] >= facts["prefill_tokens_per_s_1024"] > 0
-    assert "2 chunks loaded" in facts["loading_from_memory"]
     assert all(test["passed"] for test in facts["self_test"])
 
 

@@ -11,10 +11,10 @@ from conftest import CHUNKS, NEW_PROMPTS, ask, tiny_model
 from test_cli import index, run, words  # noqa: F401
 
 from cached_rag import Answer, ConfigError, Engine, Explanation, Hit
+from cached_rag.backends import machine as profile
+from cached_rag.backends.machine import Profile
 from cached_rag.cli import main as cli
-from cached_rag.engine import profile
 from cached_rag.engine.explanation import visible
-from cached_rag.engine.profile import Profile
 from cached_rag.engine.report import Report
 from cached_rag.engine.trace import Kind, Span, Trace
 from cached_rag.kv.fingerprint import digest
@@ -177,7 +177,7 @@ def test_full_prefill_is_measured_or_estimated_by_a_profile_or_left_out(
     measured = Explanation.of(generation, slow)
     assert "Full prefill, measured: first token after 1000000 ms" in str(measured)
     assert "With full prefill" in measured.html()
-    monkeypatch.setattr(profile, "measure", lambda _: Profile(0.01, 0.0, 1.0, 1.0, 1))
+    monkeypatch.setattr(profile, "measure", lambda _: Profile(0.01, 0.0))
     profile.profile_of(engine.model)
     made = engine.generate(ask(*CHUNKS), max_tokens=4)
     about = f"about {made.report.prompt_tokens * 10} ms: an estimate"

@@ -20,12 +20,12 @@ from hostile import REDIS, hostile
 from servers import Server, redis_server
 
 from cached_rag import CachedRAGError, Engine, StoreConfig
-from cached_rag.engine.profile import Profile
+from cached_rag.backends.machine import Profile
 from cached_rag.kv import remote
 
 Damage = Callable[[list[bytes], random.Random], bytes]
 # A machine on which computing takes so long that all that is there is brought.
-_SLOW = Profile(1.0, 0.0, 1e9, 1e9, 512)
+_SLOW = Profile(1.0, 0.0)
 
 
 def _flip(values: list[bytes], chance: random.Random) -> bytes:

@@ -465,5 +465,3 @@ def test_what_langchain_asks_of_a_model(llm):
     assert llm.get_num_tokens_from_messages([]) == 0
     assert llm.get_token_ids("copper") == llm.engine.tokenization.literal("copper").ids
     assert "engine" not in repr(llm)
-    if hasattr(llm, "_add_version"):
-        assert {"cached-rag", "langchain-core"} <= llm.metadata["lc_versions"].keys()

@@ -16,13 +16,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
-from langchain_core.runnables import (
-    ConfigurableField,
-    RunnableBranch,
-    RunnableLambda,
-    RunnableParallel,
-    RunnablePassthrough,
-)
+from langchain_core.runnables import RunnablePassthrough
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import BaseModel
 
@@ -41,39 +35,18 @@ def get_weather(city: str) -> str:
     return city
 
 
-def in_a_function(llm):
-    def ask(question):
-        return llm.invoke(question)
-
-    return RunnableLambda(ask)
-
-
 MADE = {
     "itself": lambda llm: llm,
     "bound": lambda llm: llm.bind(stop=["\n"]),
     "bound twice": lambda llm: llm.bind(stop=["\n"]).bind(temperature=0.5),
     "configured": lambda llm: llm.with_config(tags=["a"]),
     "retried": lambda llm: llm.with_retry(stop_after_attempt=2),
-    "with a fallback": lambda llm: llm.with_fallbacks([OTHER]),
-    "a fallback": lambda llm: OTHER.with_fallbacks([llm.bind(stop=["\n"])]),
     "with tools": lambda llm: llm.bind_tools([get_weather]),
     "structured": lambda llm: llm.with_structured_output(Person),
-    "structured, raw": lambda llm: llm.with_structured_output(Person, include_raw=True),
     "structured, by a tool": lambda llm: llm.with_structured_output(
         Person, method="function_calling"
     ),
-    "configurable": lambda llm: llm.configurable_fields(
-        temperature=ConfigurableField(id="temperature")
-    ),
-    "an alternative": lambda llm: llm.configurable_alternatives(
-        ConfigurableField(id="model"), other=OTHER
-    ),
     "in a chain": lambda llm: ASK | llm.bind(stop=["\n"]) | StrOutputParser(),
-    "in a map": lambda llm: RunnableParallel(answer=ASK | llm, question=RunnablePassthrough()),
-    "assigned": lambda llm: RunnablePassthrough.assign(answer=ASK | llm),
-    "in a branch": lambda llm: RunnableBranch((lambda _: True, OTHER), llm),
-    "for each": lambda llm: llm.map(),
-    "in a function": in_a_function,
     "used twice": lambda llm: ASK | llm | StrOutputParser() | llm.bind(stop=["\n"]),
 }
 
@@ -147,6 +120,7 @@ def test_models_with_the_same_settings_are_one(llm, engine):
         (OTHER.with_retry(), "RunnableRetry has none in it"),
         ("smollm2", "str has none in it"),
         (None, "NoneType has none in it"),
+        (OTHER.with_fallbacks([OTHER]), "RunnableWithFallbacks has none in it"),
     ],
 )
 def test_what_has_no_such_model_is_refused(wrong, said):
@@ -161,22 +135,3 @@ def test_two_models_are_one_too_many(llm):
     chain = ASK | llm | StrOutputParser() | other
     with pytest.raises(ValueError, match=r"has 2 models in it \(llama, qwen2\); give the"):
         CachedRetriever(retriever=retriever(), llm=chain)
-    first = llm.with_fallbacks([other])
-    assert CachedRetriever(retriever=retriever(), llm=first).llm is llm
-
-
-def test_alternative_models_each_have_a_retriever(llm):
-    """One around all of them would let one model learn what another is asked."""
-    other = ChatCachedRAG(engine=Engine(tiny_model("qwen2"), NEW_PROMPTS))
-    field = ConfigurableField(id="model")
-    with pytest.raises(ValueError, match="has 2 models in it"):
-        CachedRetriever(
-            retriever=retriever(), llm=llm.configurable_alternatives(field, other=other)
-        )
-    only = OTHER.configurable_alternatives(field, other=other)
-    assert CachedRetriever(retriever=retriever(), llm=only).llm is other
-    both = CachedRetriever(retriever=retriever(), llm=llm).configurable_alternatives(
-        field, other=CachedRetriever(retriever=retriever(), llm=other)
-    )
-    both.invoke("Who lit the lamp?", {"configurable": {"model": "other"}})
-    assert [knows(model.engine) for model in (llm, other)] == [False, True]

@@ -23,8 +23,8 @@ from conftest import CHUNKS, tiny_model
 from test_stores import key, module, same
 
 from cached_rag import Engine, StoreConfig
+from cached_rag.backends.machine import kept_profile, profile_key, profile_of
 from cached_rag.backends.resolve import file_digest
-from cached_rag.engine.profile import kept_profile, profile_key, profile_of
 from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv import database, disk
 from cached_rag.kv.buffer import ModuleKV

@@ -12,7 +12,8 @@ from indexes import WordEmbedding
 from servers import Proxy, redis_server
 
 from cached_rag import CachedRAG, ConfigError, Engine, Schema, StoreConfig
-from cached_rag.engine.profile import Profile, refusal
+from cached_rag.backends.machine import Profile
+from cached_rag.engine.resources import refusal
 from cached_rag.errors import StoreError
 from cached_rag.kv import remote
 from cached_rag.kv.buffer import ModuleKV
@@ -22,7 +23,7 @@ from cached_rag.pml import Import
 MODEL = "llama"
 HEAD = [{"role": "system", "content": "Answer from the texts."}, {"role": "user", "content": "X"}]
 PROMPT = [HEAD[0], {"role": "user", "content": "\n\n".join(CHUNKS) + "\n\nWhat turns green?"}]
-SLOW = Profile(1.0, 0.0, 1e9, 1e9, 512)  # a machine that computes one token a second
+SLOW = Profile(1.0, 0.0)  # a machine that computes one token a second
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +216,7 @@ def test_what_cannot_be_deleted_there_is_deleted_later(
 
 
 def test_kv_is_computed_where_that_is_faster(machine, server, monkeypatch):
-    fast = Profile(1e-6, 0.0, 1e9, 1e9, 512)
+    fast = Profile(1e-6, 0.0)
     monkeypatch.setattr("cached_rag.engine.resources.profile_of", lambda _: fast)
     texts = [f"{number} {' '.join(CHUNKS)}" for number in range(3)]
     machine().encode(texts, context=None)
@@ -237,14 +238,12 @@ def test_kv_is_computed_where_that_is_faster(machine, server, monkeypatch):
 
 
 def test_the_decision_follows_the_times():
-    profile, link = Profile(1e-3, 0.0, 1e9, 1e9, 512), Link()
+    profile, link = Profile(1e-3, 0.0), Link()
     assert not refusal(profile, link, 1000)  # nothing is known
     link.note(0, 0.1)
     link.note(1000, 0.6)  # half a second for 1000 tokens
     assert not refusal(profile, link, 1000)
-    assert "600 ms from the remote store, and 500 ms" in refusal(
-        Profile(0.5e-3, 0.0, 1e9, 1e9, 512), link, 1000
-    )
+    assert "600 ms from the remote store, and 500 ms" in refusal(Profile(0.5e-3, 0.0), link, 1000)
 
 
 def test_modules_of_schemas_are_shared(machine):

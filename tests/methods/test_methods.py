@@ -339,8 +339,6 @@ def test_methods_as_text_and_as_selectors():
     joined = UnionSelector(members=(Epic(8), InfoFlow(0.04)))
     with pytest.raises(ConfigError, match="ratios of their own"):
         UnionSelector(1.0, (Epic(8), InfoFlow(0.04)))
-    with pytest.raises(ConfigError, match="adaptive"):
-        GenerationConfig(method="epic:anchor_tokens=2+infoflow", adaptive=True)
     text = "epic:anchor_tokens=8+infoflow:recompute_ratio=0.04"
     assert GenerationConfig(method=text).selector() == joined
     own = CacheBlend(0.3, score="keys")
