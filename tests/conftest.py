@@ -170,6 +170,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_groups": 1, "pad_token_id": 0, "n_routed_experts": 4, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 32, "hybrid_override_pattern": "M*-M"},
     ),
+    "jamba": (
+        "jamba",
+        _SIZES
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "pad_token_id": 0}
+        | {"mamba_d_state": 8},
+    ),
 }
 UNMOVABLE = {"gpt2"}
 ALIBI = {"bloom", "mpt", "falcon_alibi"}

@@ -26,7 +26,7 @@ COMPOSED = StoreConfig(composes=True)
 TEXTS = [" ".join([text, *CHUNKS[:at], *CHUNKS[at + 1 :]]) for at, text in enumerate(CHUNKS)]
 
 
-@pytest.fixture(params=HYBRIDS)
+@pytest.fixture(params=sorted(set(HYBRIDS) - {"jamba"}))  # which reads on by token
 def model(request):
     return remembering(request.param)
 

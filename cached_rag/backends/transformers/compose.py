@@ -26,13 +26,11 @@ from transformers.cache_utils import Cache
 
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.prefill import prefill_rows
-from cached_rag.backends.transformers.states import LayerStates, copied_layer
+from cached_rag.backends.transformers.states import DECAY, LayerStates, copied_layer
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, States
 from cached_rag.kv.positions import PositionRule
 
-# What modules that keep a state call their decay.
-_DECAY = "A_log"
 # Largest error of the states that an affine map gives, and by how much entries of M may differ that
 # are one number but for rounding.
 _TOLERANCE = 1e-3
@@ -166,7 +164,7 @@ def _keeper(decoder: Decoder, layer: torch.nn.Module) -> Any:
     found: Any = None
     for module in layer.modules():
         takes_cache = decoder.cache_name in inspect.signature(module.forward).parameters
-        if takes_cache and any(hasattr(one, _DECAY) for one in module.modules()):
+        if takes_cache and any(hasattr(one, DECAY) for one in module.modules()):
             found = module
     return found
 

@@ -37,7 +37,7 @@ from cached_rag.backends.transformers.recording import (
     leaving,
     record,
 )
-from cached_rag.backends.transformers.states import CONVOLUTION, convolve_rows
+from cached_rag.backends.transformers.states import CONVOLUTION, convolve_rows, read_by_token
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import KVShapes, LayerShape
@@ -99,8 +99,15 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
         rule = find_rule(model, seen, delta, tolerance)
         if not delta and _adds_positions(dense):
             rule = PositionRule(reason=_ADDED)
-    decoder = _find_decoder(dense, lean, seen)
-    composes = composer(decoder, rule)
+    composes = None
+    try:
+        decoder = _find_decoder(dense, lean, seen)
+        composes = composer(decoder, rule)
+    except ModelError:
+        if not stateful:
+            raise
+        read_by_token(one.module for one in dense.layers if one.is_stateful)
+        decoder = _find_decoder(dense, lean, seen)
     if stateful:
         rule = PositionRule(reason=_STATES)
     if decoder.is_fast:

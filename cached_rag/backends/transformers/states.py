@@ -109,7 +109,32 @@ def copied_layer(layer: Any) -> Any:
     return found
 
 
-# transformers' name for such layers.
+def read_by_token(layers: Iterable[torch.nn.Module]) -> None:
+    """Have the mixers of these layers go on behind a state token by token.
+
+    That is for those that transformers lets begin anew where several tokens follow (Jamba's). The
+    first tokens of a prompt are read at once, as ever.
+    """
+    for layer in layers:
+        for module in layer.modules():
+            if hasattr(module, DECAY):
+                plain: Any = module.forward
+                module.forward = partial(_by_token, module, plain)
+
+
+def _by_token(module: Any, plain: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
+    cache: Any = options.get("cache", options.get("past_key_values"))
+    if cache is None or not cache.has_previous_state(module.layer_idx):
+        found: torch.Tensor = plain(hidden_states, **options)
+        return found
+    options["attention_mask"] = None  # nothing is padded here
+    tokens = (hidden_states[:, at : at + 1] for at in range(hidden_states.shape[1]))
+    return torch.cat([plain(token, **options) for token in tokens], dim=1)
+
+
+# What modules that keep a state call their decay.
+DECAY = "A_log"
+# transformers' name for short convolutions.
 CONVOLUTION = "conv"
 
 
