@@ -36,7 +36,7 @@ test: $(VENV)/.dev
 	$(PYTEST)
 
 quick: $(VENV)/.dev
-	$(PYTEST) -m "not real"
+	$(PYTEST) -m "not real and not slow"
 
 # Stores on other machines, workers, and vLLM where CACHED_RAG_VLLM_PYTHON names its interpreter.
 SCALE_TESTS := tests/kv/test_remote.py tests/kv/test_shared_store.py tests/rag/test_workers.py \

@@ -22,6 +22,8 @@ from cached_rag.kv.kept import KeptPrompts
 from cached_rag.rag import reading_process
 from cached_rag.rag.readers import load_document
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", CAMPAIGNS)
 def test_a_trial_of_each_is_survived(name, tmp_path):

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from cached_rag import CachedRAG, Engine
 from cached_rag.cli import main as cli
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()

@@ -11,6 +11,8 @@ from soak.several import soak
 from cached_rag import Engine, StoreConfig
 from cached_rag.rag.index import DocumentIndex
 
+pytestmark = pytest.mark.slow
+
 
 def test_two_processes_of_three_threads_on_one_index(tmp_path):
     done = soak(tmp_path, processes=2, threads=3, seconds=2, seed=0)

@@ -19,6 +19,8 @@ from cached_rag.kv.buffer import Change, KVBuffer, LayerLoader
 from cached_rag.library.encode import COMPOSE_ANCHORS, encode_composed
 from docs.experiments.architectures import _tiny
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4
 HEAD = "You answer questions about the documents below, briefly and exactly, in one sentence each."
 COMPOSED = StoreConfig(composes=True)

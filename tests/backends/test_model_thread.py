@@ -11,6 +11,8 @@ from fresh import run_fresh
 
 from cached_rag.backends.thread import ModelThread, join, on_model_thread, submit
 
+pytestmark = pytest.mark.slow
+
 
 def test_model_thread_is_one_for_all_but_the_main_thread():
     seen = set()

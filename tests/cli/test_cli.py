@@ -27,6 +27,8 @@ from cached_rag.rag.chunks import Embedder
 from cached_rag.rag.folder import SYSTEM
 from docs.experiments import __main__ as experiments
 
+pytestmark = pytest.mark.slow
+
 run = CliRunner().invoke
 
 

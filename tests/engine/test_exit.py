@@ -13,6 +13,8 @@ from fresh import run_fresh
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.library.learning import Activity, WriteBack
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [f"{chunk} It is told in chapter {number}." for number in range(3) for chunk in CHUNKS]
 SCRIPT = f"""
 import sys

@@ -35,6 +35,8 @@ from docs.experiments.peers.llama_cpp import LlamaCpp, gguf_file
 from docs.experiments.peers.llama_server import LlamaServer
 from docs.experiments.peers.vllm import Vllm
 
+pytestmark = pytest.mark.slow
+
 CORPUS = "\n".join(f"{number}. {CHUNKS[number % 3]}" for number in range(120))
 NUM_TOKENS = 12
 

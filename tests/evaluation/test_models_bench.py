@@ -14,6 +14,8 @@ from docs.experiments.architectures import bench_architectures
 from docs.experiments.commands.models import markdown
 from docs.experiments.models import bench_models
 
+pytestmark = pytest.mark.slow
+
 # Of each outcome some that people run.
 SERVED = {
     "all": "gemma3n_text gemma4_text gpt_oss lfm2 llama llama4_text mistral qwen3 smollm3",

@@ -22,6 +22,8 @@ from docs.experiments.popularity import (
 )
 from docs.experiments.scale import Constants, answer_seconds, places, scale_row, uses_needed
 
+pytestmark = pytest.mark.slow
+
 KNOWN = Constants(tokens_per_s=1000, token_bytes=20_000, chunk_tokens=360, workers=10)
 
 

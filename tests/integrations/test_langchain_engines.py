@@ -13,6 +13,8 @@ from langchain_core.runnables import ConfigurableField
 
 from cached_rag import ConfigError, Engine
 
+pytestmark = pytest.mark.slow
+
 QUESTION = f"{CHUNKS[0]}\n\nWhy?"
 
 

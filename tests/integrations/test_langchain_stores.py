@@ -21,6 +21,8 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from cached_rag import Engine, StoreConfig
 
+pytestmark = pytest.mark.slow
+
 FAKE = DeterministicFakeEmbedding(size=6)
 IDS = [str(UUID(int=number)) for number in range(1, 4)]
 CHANGED = "Another text altogether, and long enough to be a module."

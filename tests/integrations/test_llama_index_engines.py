@@ -41,7 +41,7 @@ from pydantic import BaseModel, Field
 from cached_rag import Engine, StoreConfig
 
 # Of the chat memory's database, where it is collected while a test still runs (see `unclosed`).
-pytestmark = pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")]
 CHUNK_TOKENS = 50  # a few less than all chunks have together
 QUESTION = "What turned green?"
 

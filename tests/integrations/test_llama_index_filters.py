@@ -24,7 +24,10 @@ from qdrant_client import AsyncQdrantClient, QdrantClient
 from test_llama_index_engines import unclosed  # noqa: F401
 from test_llama_index_stores import has_kv
 
-pytestmark = pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning"),
+]
 
 
 def one(key, value, operator=FilterOperator.EQ):

@@ -27,6 +27,8 @@ from test_llama_index_stores import has_kv
 
 from cached_rag import Engine, StoreConfig
 
+pytestmark = pytest.mark.slow
+
 CHANGED = "Another text altogether, and long enough to be a module of its own."
 STORES = {
     "simple": (SimpleVectorStore, SimpleVectorStore.from_persist_dir),

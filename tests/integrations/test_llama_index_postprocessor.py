@@ -25,6 +25,8 @@ from test_llama_index_stores import has_kv
 
 from cached_rag import ConfigError
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "What turned green?"
 
 

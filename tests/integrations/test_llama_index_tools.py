@@ -28,7 +28,7 @@ from test_llama_index_engines import unclosed  # noqa: F401
 from cached_rag import ConfigError, Engine, Tools
 from cached_rag.errors import CutOffError
 
-pytestmark = pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:<aiosqlite:ResourceWarning")]
 
 
 class Keeper(BaseModel):

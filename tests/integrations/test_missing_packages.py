@@ -14,6 +14,8 @@ from cached_rag import CachedRAG, CachedRAGError, Embedder
 from cached_rag.errors import MissingPackageError
 from cached_rag.evaluation.summary import new_figure
 
+pytestmark = pytest.mark.slow
+
 ROOT, TESTS = Path(__file__).parents[2], Path(__file__).parents[1]
 RAG = (
     *("charset_normalizer", "docutils", "faiss", "markdown_it", "pypdf"),

@@ -26,6 +26,8 @@ from cached_rag.errors import ClusterError
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.spi import IngestRecipe, IngestTask
 
+pytestmark = pytest.mark.slow
+
 # Workers do not have the tests' modules, so what comes from them is sent whole.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(sys.modules["indexes"])

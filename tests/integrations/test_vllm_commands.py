@@ -14,6 +14,8 @@ from vllm_double import Server, served, tokens
 from cached_rag import CachedRAGError, Engine, load_model
 from docs.experiments.vllm import bench
 
+pytestmark = pytest.mark.slow
+
 
 def test_describe_prints_what_the_connector_takes(model_folder, tmp_path):
     options = ["--model", model_folder, "--store", str(tmp_path), "--dtype", "float32"]

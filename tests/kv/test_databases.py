@@ -29,6 +29,8 @@ from cached_rag.library.matching import EncodedAfter
 from cached_rag.rag.chunks import Chunk
 from cached_rag.rag.index import DocumentIndex
 
+pytestmark = pytest.mark.slow
+
 BEHIND, IDS = EncodedAfter((7, 8)), module(1).token_ids
 
 

@@ -35,6 +35,8 @@ from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.rag.index import DocumentIndex
 
+pytestmark = pytest.mark.slow
+
 KEY = "sixteen or more random characters"
 
 

@@ -10,6 +10,8 @@ from cached_rag import Engine, StoreConfig
 from cached_rag.backends.machine import peak_bytes
 from cached_rag.kv import remote
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "\n\n".join([*CHUNKS, "Who lit the lamp?"])
 
 

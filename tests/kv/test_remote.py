@@ -29,6 +29,8 @@ from cached_rag.kv.tiers import Outbox
 from cached_rag.kv.transports import label_of, open_transport
 from cached_rag.kv.wire import Sizes, Wire
 
+pytestmark = pytest.mark.slow
+
 
 def module(seed: int, dtype=torch.float32) -> ModuleKV:
     generator = torch.Generator().manual_seed(seed)

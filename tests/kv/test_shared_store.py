@@ -20,6 +20,8 @@ from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.remote import Link
 from cached_rag.pml import Import
 
+pytestmark = pytest.mark.slow
+
 MODEL = "llama"
 HEAD = [{"role": "system", "content": "Answer from the texts."}, {"role": "user", "content": "X"}]
 PROMPT = [HEAD[0], {"role": "user", "content": "\n\n".join(CHUNKS) + "\n\nWhat turns green?"}]

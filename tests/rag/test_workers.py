@@ -22,6 +22,8 @@ from cached_rag.library import encode
 from cached_rag.rag import workers
 from cached_rag.rag.workers import Preparation
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Here:

@@ -21,6 +21,8 @@ from cached_rag import Engine
 from cached_rag.server import run
 from cached_rag.server.run import Share, default_disk_bytes, share_descriptors
 
+pytestmark = pytest.mark.slow
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
 
 

@@ -22,6 +22,8 @@ from cached_rag.server.protocol import CompletionRequest
 from cached_rag.server.service import Service
 from cached_rag.server.tenants import Documents, Tenants
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def engine():

@@ -17,6 +17,8 @@ from served import GREEDY, MESSAGES, NAME, serving
 
 from cached_rag import Engine
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = int(os.environ.get("SCHEMA_EXAMPLES", "25"))
 KINDS = ("application/json", "text/plain; version=0.0.4", "text/event-stream")
 # Most seconds of a request; the longest answer is of 1024 tokens.

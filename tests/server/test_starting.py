@@ -18,6 +18,8 @@ from cached_rag.backends.transformers.loading import load_model
 from cached_rag.cli.main import app
 from cached_rag.server.run import bind
 
+pytestmark = pytest.mark.slow
+
 SERVE = "from cached_rag.cli.main import main; main()"
 
 

@@ -18,6 +18,8 @@ from served import GREEDY, MESSAGES, running, until
 from cached_rag import Engine
 from cached_rag.library.encode import EncodeSummary
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def engine():
