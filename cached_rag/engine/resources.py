@@ -144,10 +144,10 @@ def completed(settings: StoreConfig, model: Backend) -> StoreConfig:
 
 
 def refuses(model: Backend, remote: RemoteTier | None) -> Refuses:
-    """The loading controller (CacheBlend, section 5.2): what is computed sooner is not brought.
+    """The loading controller (CacheBlend, section 5.1): what is computed sooner is not brought.
 
     This machine is measured for it once. In the paper it also has more repaired where loading takes
-    longer than repair; here memory and disk always take less (docs/store.md).
+    longer than repair; `auto` repairs so much that more gains little (docs/store.md).
     """
     if remote is None:
         return lambda _: ""

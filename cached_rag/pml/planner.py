@@ -80,7 +80,7 @@ class SchemaPlanner:
         """Bring the prompt's KV from another machine into memory; returns notes for the user.
 
         From disk it begins to be read, beside what else runs and until this prompt's turn. That is
-        so of a union's member, too, as soon as it is named (Prompt Cache, section 3.2.3).
+        so of a union's member, too, as soon as it is named (Prompt Cache, section 3.2).
         """
         library = self.encoder.library
         sources = [recipe.source for recipe in self._recipes(pieces).values()]

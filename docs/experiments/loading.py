@@ -1,17 +1,22 @@
 """Time to first token with KV on the CUDA device, in memory, on disk, or on another machine.
 
-From disk, KV is read either completely before the prefill or layer by layer during it.
+From disk, KV is read either completely before the prefill or layer by layer during it. A device of
+any pace is a folder from which reading takes as much longer (CacheBlend, figure 17).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig, StoreConfig
@@ -19,6 +24,8 @@ from cached_rag.engine.engine import Engine, Prompt
 from cached_rag.engine.report import Report
 from cached_rag.errors import StoreError
 from cached_rag.evaluation.timing import NEW_PROMPTS, make_prompt, medians
+from cached_rag.kv import remote as remote_tier
+from cached_rag.kv.transports import ObjectBlobs
 
 _METHODS, _QUESTION_TOKENS = ("reuse", "auto"), 32
 
@@ -103,6 +110,79 @@ def _brought(
             f"the server, then measure again ({'; '.join(report.notes)})"
         )
     return _times(report)
+
+
+@dataclass(frozen=True)
+class PaceRow:
+    """Median milliseconds of one method with KV on a device of one pace, as in `Report`.
+
+    Attributes:
+        mb_per_s: what the device gives; 0 where nothing is read.
+        brought: share of the chunks whose KV was read; the others were computed sooner.
+    """
+
+    method: str
+    mb_per_s: float
+    ttft_ms: float
+    load_ms: float
+    brought: float
+
+
+def bench_paces(
+    model: Backend,
+    folder: Path,
+    paces: Sequence[float],
+    *,
+    methods: Sequence[str] = _METHODS,
+    modules: int = 8,
+    module_tokens: int = 512,
+    repeats: int = 3,
+) -> list[PaceRow]:
+    """Time requests whose KV lies on devices of some paces, in megabytes a second, in turn.
+
+    By a first request the engine learns the device's pace, and what the loading controller makes of
+    it is timed in later ones.
+    """
+    alone = dataclasses.replace(NEW_PROMPTS, write_back=False)
+    far = dataclasses.replace(alone, remote=folder.absolute().as_uri(), remote_timeout=3000.0)
+    with Engine(model, far) as engine:
+        prompt, texts = make_prompt(engine, modules, module_tokens, _QUESTION_TOKENS)
+        engine.encode(texts, context=None)
+
+    def asked(engine: Engine, method: str) -> dict[str, float]:
+        shelf = engine.library.shelf
+        for behind, text in product(engine.library.encoded_after(), texts):
+            shelf.delete(shelf.key(behind, engine.tokenization.literal(text).ids))
+        report = engine.generate(prompt, GenerationConfig(method=method, max_tokens=1)).report
+        brought = report.modules_hit / len(texts)
+        return {"ttft_ms": report.ttft_ms, "load_ms": report.load_ms, "brought": brought}
+
+    variants: dict[tuple[str, float], Callable[[], dict[str, float]]] = {}
+    with ExitStack() as opened:
+        for pace in paces:
+            with patch.object(remote_tier, "open_transport", partial(_Slowed, pace)):
+                engine = opened.enter_context(Engine(model, far))
+            engine.register(texts)
+            asked(engine, methods[0])
+            variants |= {(method, pace): partial(asked, engine, method) for method in methods}
+        variants["full", 0.0] = partial(asked, opened.enter_context(Engine(model, alone)), "full")
+        found = medians(variants, repeats)
+    return [PaceRow(method, pace, **figures) for (method, pace), figures in found.items()]
+
+
+class _Slowed(ObjectBlobs):
+    """A folder that gives so many megabytes a second."""
+
+    def __init__(self, pace: float, url: str, timeout_s: float) -> None:
+        super().__init__(url, timeout_s)
+        self._pace = pace
+
+    def get(self, names: Sequence[str], most_bytes: Sequence[int]) -> list[bytes | None]:
+        """As ever, but late."""
+        began, found = time.perf_counter(), super().get(names, most_bytes)
+        due = sum(len(data) for data in found if data) / (self._pace * 1e6)
+        time.sleep(max(0.0, due - (time.perf_counter() - began)))
+        return found
 
 
 def _times(report: Report) -> dict[str, float]:

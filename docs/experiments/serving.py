@@ -44,6 +44,7 @@ class ServingRow:
     """
 
     method: str
+    shared_tokens: int
     requests: int
     tokens_per_s: float
     speedup: float
@@ -134,6 +135,7 @@ def bench_serving(
     return [
         ServingRow(
             name,
+            shared_tokens,
             requests,
             figures["tokens_per_s"],
             figures["tokens_per_s"] / base,

@@ -1,7 +1,7 @@
 """A stream of questions over chunks that many of them share: throughput and waiting time.
 
-Several clients ask at the same time, each its next question as soon as it has an answer. Answers
-end where the model ends them.
+Several clients ask at the same time, each its next question as soon as it has an answer; or
+requests arrive at random times (CacheBlend, figure 14). Answers end where the model ends them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class TrafficRow:
     """One method, or another program, on one stream of questions.
 
     Attributes:
-        clients: how many asked at the same time.
+        clients: how many asked at the same time; 0 where requests arrived at random times.
+        rate: requests per second that arrived then, on average; else 0.
         speedup: `requests_per_s` over that of the first row.
         ttft_p50_ms, ttft_p95_ms: percentiles of the milliseconds from asking to the first token.
         gap_p50_ms, gap_p95_ms: percentiles of the milliseconds between the pieces of an answer,
@@ -51,6 +52,7 @@ class TrafficRow:
     method: str
     requests: int
     clients: int
+    rate: float
     requests_per_s: float
     speedup: float
     ttft_p50_ms: float
@@ -68,6 +70,7 @@ def bench_traffic(
     name: str = "",
     methods: Sequence[str] = ("full", "prefix", "auto"),
     clients: Sequence[int] = (4,),
+    rates: Sequence[float] = (),
     new_tokens: int = 32,
     drafts: bool = True,
     vllm: Vllm | None = None,
@@ -77,6 +80,7 @@ def bench_traffic(
     Args:
         questions: (chunks, question) each.
         clients: how many ask at the same time; each method has a row for each number.
+        rates: instead, requests per second that arrive (a Poisson process, the same for all).
         vllm: a server with the same model; it is asked, too, after the methods.
 
     Raises:
@@ -102,16 +106,18 @@ def bench_traffic(
     rows: list[TrafficRow] = []
     for method, answer in answerers.items():
         asyncio.run(_stream(answer, prompts[:1], 1))  # to warm up
-        for count in clients:
-            seconds, answers = asyncio.run(_stream(answer, prompts, count))
-            rate = len(prompts) / seconds
-            speedup = rate / rows[0].requests_per_s if rows else 1.0
+        for count, rate in [(0, rate) for rate in rates] or [(count, 0.0) for count in clients]:
+            asking = _arriving(answer, prompts, rate) if rate else _stream(answer, prompts, count)
+            seconds, answers = asyncio.run(asking)
+            done = len(prompts) / seconds
+            speedup = done / rows[0].requests_per_s if rows else 1.0
             total = sum(len(prompt.ids) for prompt in prompts)
             figures = _figures([sample for sample, _ in answers])
             cached = sum(count for _, count in answers) / total
-            rows.append(
-                TrafficRow(name, method, len(prompts), count, rate, speedup, *figures, cached)
+            row = TrafficRow(
+                name, method, len(prompts), count, rate, done, speedup, *figures, cached
             )
+            rows.append(row)
     return rows
 
 
@@ -180,4 +186,16 @@ async def _stream(
 
     began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
+    return time.perf_counter() - began, answers
+
+
+async def _arriving(
+    answer: Answerer, prompts: Sequence[Question], rate: float
+) -> tuple[float, list[tuple[Sample, int]]]:
+    """As `_stream`, of requests that arrive at random times."""
+    chance, tasks, began = random.Random(0), [], time.perf_counter()
+    for prompt in prompts:
+        tasks.append(asyncio.ensure_future(answer(prompt)))
+        await asyncio.sleep(chance.expovariate(rate))
+    answers = await asyncio.gather(*tasks)
     return time.perf_counter() - began, answers

@@ -328,6 +328,7 @@ def test_bench_serving_prints_a_row_for_each_way(model_folder):
     ways = ["relay", "copied", "recomputed", "sequential"]
     assert [row["method"] for row in rows] == ways * 2
     assert [row["requests"] for row in rows] == [3] * 4 + [5] * 4
+    assert {row["shared_tokens"] for row in rows} == {600}
     relay, copied, recomputed, sequential = rows[4:]
     assert relay["kv_bytes"] < copied["kv_bytes"] / 2
     assert copied["kv_bytes"] > 4 * sequential["kv_bytes"]
@@ -428,6 +429,39 @@ def test_bench_traffic_takes_a_single_question(tmp_path, model_folder):
     options = ["--model", model_folder, "--limit", 1, "--new-tokens", 2, "--methods", "full"]
     (row,) = bench("traffic", path, *options)
     assert row["ttft_p50_ms"] == row["ttft_p95_ms"] > 0
+
+
+def test_bench_traffic_has_requests_arrive(tmp_path, model_folder):
+    path = write_set(tmp_path / "set.jsonl", "Why is copper green?", "Who?", "Where?")
+    options = ["--model", model_folder, "--new-tokens", 2, "--methods", "auto"]
+    rows = bench("traffic", path, *options, "--rates", "20,200")
+    assert [(row["clients"], row["rate"]) for row in rows] == [(0, 20), (0, 200)]
+    assert rows[0]["requests_per_s"] < rows[1]["requests_per_s"] < 200
+
+
+def test_bench_loading_computes_what_a_slow_device_would_give_later(
+    model_folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--chunks", 3, "--chunk-tokens", 64, "--repeats", 1, "--paces", "0.5"]
+    reuse, full = bench("loading", "--model", model_folder, *sizes, "--methods", "reuse")
+    assert (reuse["brought"], full["brought"]) == (0, 0)
+    assert reuse["ttft_ms"] < 400  # as much as half a megabyte a second would take
+
+
+def test_deviation_is_what_repair_takes_away(tmp_path, model_folder):
+    path = write_set(tmp_path / "set.jsonl", "Why is copper green?")
+    methods = "reuse,cacheblend:recompute_ratio=0.3,cacheblend:recompute_ratio=1.0"
+    arguments = ["deviation", path, "--model", model_folder, "--methods", methods]
+    found = run(experiments.app, [*map(str, arguments), "--dtype", "float32", "--json"])
+    assert found.exit_code == 0, found.output
+    told = json.loads(found.stdout)
+    none, some, all_ = (row["deviation"] for row in told["rows"])
+    assert none == pytest.approx(1)
+    assert all_ == pytest.approx(0, abs=1e-4)
+    assert all_ < some < none
+    assert all(0.1 < layer["of_the_few"] <= 1 for layer in told["layers"])
+    assert all(-1 <= layer["correlation"] <= 1 for layer in told["layers"][:-1])
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import Model
-from cached_rag.cli.terminal import Json, out, plain, print_machine, print_rows
+from cached_rag.cli.options import Loading, Model, names, numbers
+from cached_rag.cli.terminal import (
+    Json,
+    out,
+    plain,
+    print_json,
+    print_machine,
+    print_rows,
+    print_table,
+)
 from cached_rag.config import DEFAULT_MODEL
-from docs.experiments.commands import Loaded, Repeats
+from docs.experiments.commands import Loaded, Methods, Repeats
 
 
 def models(
@@ -56,6 +64,12 @@ def loading(
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each chunk.")] = 512,
     repeats: Repeats = 3,
     remote: Annotated[str | None, typer.Option(help="A store on another machine.")] = None,
+    paces: Annotated[
+        str, typer.Option(help="Instead, devices of so many MB a second, comma-separated.")
+    ] = "",
+    methods: Annotated[
+        str, typer.Option(help="Methods with --paces, comma-separated.")
+    ] = "reuse,auto",
     *,
     how: Loaded,
     as_json: Json = False,
@@ -63,19 +77,46 @@ def loading(
     """Time to first token with KV on disk, in a temporary folder below this one."""
     from cached_rag import load_model
     from cached_rag.evaluation.machine import machine
-    from docs.experiments.loading import bench_loading
+    from docs.experiments.loading import bench_loading, bench_paces
 
     loaded = load_model(model, **how)
+    sizes = {"modules": chunks, "module_tokens": chunk_tokens, "repeats": repeats}
+    rows: Sequence[Any]
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        rows = bench_loading(
-            loaded,
-            Path(folder),
-            modules=chunks,
-            module_tokens=chunk_tokens,
-            repeats=repeats,
-            remote=remote,
-        )
+        if paces:
+            given = numbers(paces, float, "paces are numbers")
+            rows = bench_paces(loaded, Path(folder), given, methods=names(methods), **sizes)
+        else:
+            rows = bench_loading(loaded, Path(folder), remote=remote, **sizes)
     print_rows(rows, machine(loaded), as_json=as_json)
+
+
+def deviation(
+    data: Annotated[list[Path], typer.Argument(help="Question sets (.jsonl).")],
+    model: Model = DEFAULT_MODEL,
+    methods: Methods = "reuse,cacheblend:recompute_ratio=0.05,cacheblend,"
+    "cacheblend:recompute_ratio=0.3,cacheblend:recompute_ratio=0.5,random",
+    limit: Annotated[int, typer.Option(min=1, help="Questions of each set.")] = 8,
+    *,
+    how: Loading,
+    as_json: Json = False,
+) -> None:
+    """How KV computed apart differs from full prefill's, by token, layer and method."""
+    from cached_rag import Engine
+    from cached_rag.evaluation.data import load_examples
+    from cached_rag.evaluation.machine import machine
+    from cached_rag.evaluation.timing import NEW_PROMPTS
+    from docs.experiments.deviation import measure_deviation
+
+    examples = [example for path in data for example in load_examples(path, limit)]
+    with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
+        layers, rows = measure_deviation(engine, examples, names(methods))
+        facts = machine(engine.model)
+    if as_json:
+        print_json({"rows": [*map(plain, rows)], "layers": [*map(plain, layers)], "machine": facts})
+        return
+    print_table([*map(plain, layers)])
+    print_rows(rows, facts, as_json=False)
 
 
 def _print(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:

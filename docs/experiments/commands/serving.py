@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,8 +20,8 @@ from docs.experiments.commands import Loaded, Methods, NewTokens, Plot, Repeats
 def serving(
     model: Model = DEFAULT_MODEL,
     shared_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens that all prompts begin with.")
-    ] = 2048,
+        str, typer.Option(help="Tokens that all prompts begin with, comma-separated.")
+    ] = "2048",
     private_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt's own.")] = 128,
     requests: Annotated[
         str, typer.Option(help="Requests at the same time, comma-separated.")
@@ -47,8 +49,8 @@ def serving(
 
     loaded = submit(lambda: load_model(model, **how)).result()
     together = counts(requests, "requests")
+    lengths = counts(shared_tokens, "shared tokens")
     options: dict[str, Any] = {
-        "shared_tokens": shared_tokens,
         "private_tokens": private_tokens,
         "new_tokens": new_tokens,
         "methods": names(methods),
@@ -56,11 +58,12 @@ def serving(
     rows: list[Any] = []
     if rates:
         given = numbers(rates, float, "rates are numbers")
-        rows += bench_arrivals(loaded, given, requests=together[0], **options)
+        options |= {"shared_tokens": lengths[0], "requests": together[0]}
+        rows += bench_arrivals(loaded, given, **options)
     else:
-        for count in together:
-            timing = partial(bench_serving, loaded, requests=count, repeats=repeats, **options)
-            rows += submit(timing).result()
+        for length, count in product(lengths, together):
+            sizes: dict[str, Any] = {"shared_tokens": length, "requests": count, "repeats": repeats}
+            rows += submit(partial(bench_serving, loaded, **sizes, **options)).result()
     print_rows(rows, machine(loaded), as_json=as_json)
 
 
@@ -134,6 +137,12 @@ def traffic(
     clients: Annotated[
         str, typer.Option(help="How many ask at the same time, comma-separated.")
     ] = "4",
+    rates: Annotated[
+        str, typer.Option(help="Instead, requests a second that arrive, comma-separated.")
+    ] = "",
+    memory_mb: Annotated[
+        int, typer.Option(min=1, help="Room for KV; of more, what nobody asks for leaves.")
+    ] = 2048,
     shared_chunks: Annotated[
         int,
         typer.Option(min=0, help="Draw each question's chunks from so many of its set."),
@@ -156,8 +165,10 @@ def traffic(
     from docs.experiments.traffic import bench_traffic, drawn
 
     together = counts(clients, "clients")
+    arriving = numbers(rates, float, "rates are numbers") if rates else []
     server = Vllm(vllm) if vllm else None
-    with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
+    store = replace(NEW_PROMPTS, memory_bytes=memory_mb << 20)
+    with Engine.load(model, store=store, **how) as engine:
         rows = []
         for path in data:
             loaded = load_examples(path, limit)
@@ -170,6 +181,7 @@ def traffic(
                 name=path.stem,
                 methods=names(methods),
                 clients=together,
+                rates=arriving,
                 new_tokens=new_tokens,
                 drafts=drafts,
                 vllm=server,
