@@ -338,12 +338,14 @@ class Link:
         carrying = max(seconds - (self.latency_s or 0.0), seconds / 10)
         self.tokens_per_s = _mean(self.tokens_per_s, tokens / carrying)
 
-    def load_s(self, tokens: int) -> float | None:
-        """Seconds that a round trip with the KV of so many tokens will take.
+    @property
+    def is_stale(self) -> bool:
+        """Whether it was measured so long ago that it should be tried again."""
+        return time.monotonic() - self._measured > _FRESH_S
 
-        None if that is not known, or was measured so long ago that it should be tried again.
-        """
-        if self.tokens_per_s is None or time.monotonic() - self._measured > _FRESH_S:
+    def load_s(self, tokens: int) -> float | None:
+        """Seconds that a round trip with the KV of so many tokens will take; None if unknown."""
+        if self.tokens_per_s is None:
             return None
         return (self.latency_s or 0.0) + tokens / self.tokens_per_s
 

@@ -273,12 +273,16 @@ class Shelf:
         if self.remote is None or not missing:
             return []
         tokens = sum(len(one[0][1]) for one in missing)
-        if reason := self._refuses(tokens):
-            return [reason] if tokens >= _WORTH_A_NOTE else []
+        reason = self._refuses(tokens)
+        notes = [reason] if reason and tokens >= _WORTH_A_NOTE else []
+        if reason and not self.remote.link.is_stale:
+            return notes
+        if reason:  # one of them tells whether the way has become faster
+            missing = [max(missing, key=lambda one: len(one[0][1]))]
         try:
-            return self._bring_missing(self.remote, missing)
+            return notes + self._bring_missing(self.remote, missing)
         except StoreError as error:
-            return [str(error)]
+            return [*notes, str(error)]
 
     def _bring_missing(self, remote: RemoteTier, missing: Sequence[Wanted]) -> list[str]:
         best = {self.key(*one[0]): one for one in missing}

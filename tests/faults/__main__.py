@@ -14,7 +14,7 @@ from faults.campaigns import CAMPAIGNS
 from tables import origin, table, write
 
 _COMMAND = "make test-faults"
-_NAMES = ("fault", "trials", "survived", "lost", "wrong")
+_NAMES = ("campaign", "faults", "trials", "survived", "lost", "wrong")
 
 
 def main() -> None:
@@ -30,13 +30,15 @@ def main() -> None:
     made = origin(command)
     logging.disable(logging.ERROR)  # which each trial gives, and should
     chance = random.Random(options.seed)
-    outcomes = []
+    outcomes, rows = [], []
     for name in options.only:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            outcomes += CAMPAIGNS[name](options.trials, Path(folder), chance)
+            found = CAMPAIGNS[name](options.trials, Path(folder), chance)
         print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
-    rows = [(o.fault, o.trials, o.survived, o.lost, o.wrong) for o in outcomes]
+        counts = zip(*((o.trials, o.survived, o.lost, o.wrong) for o in found), strict=True)
+        rows.append((name, "; ".join(one.fault for one in found), *map(sum, counts)))
+        outcomes += found
     text = table(made, _NAMES, rows)
     print(text)
     for outcome in outcomes:

@@ -236,6 +236,8 @@ def test_kv_is_computed_where_that_is_faster(machine, server, monkeypatch):
     report = there.generate(other, max_tokens=1).report
     assert report.modules_hit == 0
     assert "so it is computed" in report.notes[0]
+    monkeypatch.setattr("cached_rag.kv.remote._FRESH_S", 0.0)  # one is tried again, not all
+    assert there.generate(f"{other}\n\n", max_tokens=1).report.modules_hit == 1
     proxy.close()
 
 
