@@ -449,6 +449,16 @@ def test_bench_loading_computes_what_a_slow_device_would_give_later(
     assert reuse["ttft_ms"] < 400  # as much as half a megabyte a second would take
 
 
+@pytest.mark.real  # for the embedding model
+def test_order_has_prompts_begin_alike(tmp_path, model_folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = write_set(tmp_path / "set.jsonl", "Who lit the lamp?", "Why is copper green?")
+    rows = bench("order", path, "--model", model_folder, "--methods", "full")
+    assert [row["order"] for row in rows] == ["ranked", "kept"]
+    assert rows[0]["from_earlier"] <= rows[1]["from_earlier"]
+    assert rows[0]["charged"] >= rows[1]["charged"]
+
+
 def test_deviation_is_what_repair_takes_away(tmp_path, model_folder):
     path = write_set(tmp_path / "set.jsonl", "Why is copper green?")
     methods = "reuse,cacheblend:recompute_ratio=0.3,cacheblend:recompute_ratio=1.0"

@@ -119,6 +119,28 @@ def deviation(
     print_rows(rows, facts, as_json=False)
 
 
+def order(
+    data: Annotated[list[Path], typer.Argument(help="Question sets (.jsonl).")],
+    model: Model = DEFAULT_MODEL,
+    methods: Methods = "full,prefix,auto",
+    limit: Annotated[int, typer.Option(min=1, help="Questions of each set.")] = 36,
+    *,
+    how: Loaded,
+    as_json: Json = False,
+) -> None:
+    """Chunks in the order that a search gives, and in one that begins as an earlier prompt."""
+    from cached_rag import load_model
+    from cached_rag.evaluation.data import load_examples
+    from cached_rag.evaluation.machine import machine
+    from docs.experiments.order import bench_order
+
+    loaded = load_model(model, **how)
+    examples = [example for path in data for example in load_examples(path, limit)]
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        rows = bench_order(loaded, examples, folder, methods=names(methods))
+    print_rows(rows, machine(loaded), as_json=as_json)
+
+
 def _print(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:
     """As `print_rows`, the table in Markdown."""
     if as_json:
