@@ -157,7 +157,7 @@ def refuses(model: Backend, remote: RemoteTier | None) -> Refuses:
 def refusal(profile: Profile, link: Link, tokens: int) -> str:
     """Why KV of `tokens` tokens is not to be brought from a remote store; empty if it is.
 
-    It is as long as nothing is known of the way there.
+    Nothing is refused as long as nothing is known of the way there.
     """
     loading, computing = link.load_s(tokens), profile.compute_s(tokens)
     if loading is None or loading < computing:

@@ -22,7 +22,7 @@ from cached_rag.kv.layers import stacks_of
 from cached_rag.methods import CacheBlend, Layout
 
 _TOKENS = 64
-# Prompts whose time is told.
+# Lengths of prompts whose pace is told.
 _LENGTHS = (512, 8192)
 # Allowed are this many times the error of the model's own prefill in two pieces.
 _MARGIN = 4

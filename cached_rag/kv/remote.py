@@ -331,10 +331,10 @@ class Link:
 
     def note(self, tokens: int, seconds: float) -> None:
         """Take over a measurement: a round trip that brought the KV of so many tokens."""
-        self._measured = time.monotonic()
         if not tokens:
             self.latency_s = _mean(self.latency_s, seconds)
             return
+        self._measured = time.monotonic()
         carrying = max(seconds - (self.latency_s or 0.0), seconds / 10)
         self.tokens_per_s = _mean(self.tokens_per_s, tokens / carrying)
 

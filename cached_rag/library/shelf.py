@@ -272,15 +272,16 @@ class Shelf:
         missing = [one for one in wanted if not any(self.holds(*source) for source in one)]
         if self.remote is None or not missing:
             return []
-        tokens = sum(len(one[0][1]) for one in missing)
-        reason = self._refuses(tokens)
-        notes = [reason] if reason and tokens >= _WORTH_A_NOTE else []
-        if reason and not self.remote.link.is_stale:
-            return notes
-        if reason:  # one of them tells whether the way has become faster
-            missing = [max(missing, key=lambda one: len(one[0][1]))]
+        sizes = [len(one[0][1]) for one in missing]
+        notes: list[str] = []
+        if self._refuses(sum(sizes)):
+            tried = min(range(len(sizes)), key=lambda at: abs(sizes[at] - _WORTH_A_NOTE))
+            # One of them tells now and then whether the way has become faster.
+            missing = [missing[tried]] if self.remote.link.is_stale else []
+            left = sum(sizes) - (sizes[tried] if missing else 0)
+            notes = [note] if left >= _WORTH_A_NOTE and (note := self._refuses(left)) else []
         try:
-            return notes + self._bring_missing(self.remote, missing)
+            return notes + (self._bring_missing(self.remote, missing) if missing else [])
         except StoreError as error:
             return [*notes, str(error)]
 

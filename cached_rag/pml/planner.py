@@ -77,17 +77,9 @@ class SchemaPlanner:
         return sum(len(piece.ids) for piece in self.assembler.pieces(bits))
 
     def bring(self, pieces: Sequence[PromptPiece]) -> list[str]:
-        """Bring the prompt's KV from another machine into memory; returns notes for the user.
-
-        From disk it begins to be read, beside what else runs and until this prompt's turn. That is
-        so of a union's member, too, as soon as it is named (Prompt Cache, section 3.2).
-        """
-        library = self.encoder.library
-        sources = [recipe.source for recipe in self._recipes(pieces).values()]
-        notes = library.shelf.bring([[source] for source in sources])
-        for source in () if library.is_pipelined else sources:
-            library.shelf.read_ahead(source)
-        return notes
+        """Bring the prompt's KV from another machine into memory; returns notes for the user."""
+        recipes = self._recipes(pieces).values()
+        return self.encoder.library.shelf.bring([[recipe.source] for recipe in recipes])
 
     def plan(
         self,

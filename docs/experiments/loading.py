@@ -22,7 +22,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine, Prompt
 from cached_rag.engine.report import Report
-from cached_rag.errors import StoreError
+from cached_rag.errors import ConfigError, StoreError
 from cached_rag.evaluation.timing import NEW_PROMPTS, make_prompt, medians
 from cached_rag.kv import remote as remote_tier
 from cached_rag.kv.transports import ObjectBlobs
@@ -142,7 +142,12 @@ def bench_paces(
 
     By a first request the engine learns the device's pace, and what the loading controller makes of
     it is timed in later ones.
+
+    Raises:
+        ConfigError: a pace is not positive.
     """
+    if min(paces) <= 0:
+        raise ConfigError(f"paces are megabytes a second, not {min(paces):g}")
     alone = dataclasses.replace(NEW_PROMPTS, write_back=False)
     far = dataclasses.replace(alone, remote=folder.absolute().as_uri(), remote_timeout=3000.0)
     with Engine(model, far) as engine:

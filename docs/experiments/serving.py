@@ -14,10 +14,11 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.thread import submit
@@ -27,6 +28,7 @@ from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 from cached_rag.evaluation.timing import NEW_PROMPTS, make_texts, medians
 
+_Answer = TypeVar("_Answer")
 METHODS = ("relay", "copied", "recomputed", "sequential")
 _OPENING = "Follow these rules.\n\n"
 
@@ -216,23 +218,33 @@ def bench_arrivals(
     return rows
 
 
+async def arriving(asked: Iterable[Awaitable[_Answer]], rate: float) -> list[_Answer]:
+    """The answers to requests that arrive at random times, so many a second (a Poisson process).
+
+    Raises:
+        ConfigError: the rate is not positive.
+    """
+    if rate <= 0:
+        raise ConfigError(f"so many requests a second arrive; {rate:g} is no such number")
+    chance, tasks = random.Random(0), list[asyncio.Future[_Answer]]()
+    for one in asked:
+        if tasks:
+            await asyncio.sleep(chance.expovariate(rate))
+        tasks.append(asyncio.ensure_future(one))
+    return await asyncio.gather(*tasks)
+
+
 async def _arriving(
     engine: Engine, prompts: Sequence[str], config: GenerationConfig, rate: float
 ) -> tuple[float, float]:
     """Requests answered per second, and mean milliseconds per token."""
-    draw = random.Random(0)
-    latencies: list[float] = []
 
-    async def ask(prompt: str) -> None:
+    async def ask(prompt: str) -> float:
         arrived = time.perf_counter()
         stream = engine.stream(prompt, config)
         await stream.atext()
-        latencies.append((time.perf_counter() - arrived) * 1000 / len(stream.token_ids))
+        return (time.perf_counter() - arrived) * 1000 / len(stream.token_ids)
 
     began = time.perf_counter()
-    tasks = []
-    for prompt in prompts:
-        tasks.append(asyncio.create_task(ask(prompt)))
-        await asyncio.sleep(draw.expovariate(rate))
-    await asyncio.gather(*tasks)
+    latencies = await arriving(map(ask, prompts), rate)
     return len(prompts) / (time.perf_counter() - began), statistics.fmean(latencies)

@@ -25,6 +25,7 @@ from cached_rag.evaluation.answers import Question, Sample, Stopwatch
 from cached_rag.evaluation.timing import check_prompts_are_new
 from cached_rag.rag.answer import Prompts
 from docs.experiments.peers.vllm import Vllm
+from docs.experiments.serving import arriving
 
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
 
@@ -107,8 +108,10 @@ def bench_traffic(
     for method, answer in answerers.items():
         asyncio.run(_stream(answer, prompts[:1], 1))  # to warm up
         for count, rate in [(0, rate) for rate in rates] or [(count, 0.0) for count in clients]:
-            asking = _arriving(answer, prompts, rate) if rate else _stream(answer, prompts, count)
-            seconds, answers = asyncio.run(asking)
+            began = time.perf_counter()
+            asking = arriving(map(answer, prompts), rate) if not count else None
+            answers = asyncio.run(asking or _stream(answer, prompts, count))
+            seconds = time.perf_counter() - began
             done = len(prompts) / seconds
             speedup = done / rows[0].requests_per_s if rows else 1.0
             total = sum(len(prompt.ids) for prompt in prompts)
@@ -175,8 +178,8 @@ async def _answer_by_vllm(vllm: Vllm, tokens: int, question: Question) -> tuple[
 
 async def _stream(
     answer: Answerer, prompts: Sequence[Question], clients: int
-) -> tuple[float, list[tuple[Sample, int]]]:
-    """Seconds until all are answered, and every answer."""
+) -> list[tuple[Sample, int]]:
+    """Every answer."""
     waiting = iter(prompts)
     answers: list[tuple[Sample, int]] = []
 
@@ -184,18 +187,5 @@ async def _stream(
         for prompt in waiting:
             answers.append(await answer(prompt))
 
-    began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
-    return time.perf_counter() - began, answers
-
-
-async def _arriving(
-    answer: Answerer, prompts: Sequence[Question], rate: float
-) -> tuple[float, list[tuple[Sample, int]]]:
-    """As `_stream`, of requests that arrive at random times."""
-    chance, tasks, began = random.Random(0), [], time.perf_counter()
-    for prompt in prompts:
-        tasks.append(asyncio.ensure_future(answer(prompt)))
-        await asyncio.sleep(chance.expovariate(rate))
-    answers = await asyncio.gather(*tasks)
-    return time.perf_counter() - began, answers
+    return answers

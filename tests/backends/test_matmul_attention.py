@@ -27,7 +27,8 @@ def units(request, monkeypatch):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize(
-    "slots", [[249], [10, 11, 30, 249], list(range(230, 250)), list(range(50, 250))]
+    "slots",
+    [[249], [10, 11, 30, 249], list(range(230, 250)), list(range(50, 250)), list(range(250))],
 )
 def test_scattered_rows_in_bf16_match_masked_attention_in_fp32(slots, window, batch, units):
     torch.manual_seed(0)
@@ -58,6 +59,21 @@ def test_neighbouring_rows_need_no_mask_where_there_are_matrix_units(
     query, keys, values = (torch.randn(1, 2, n, 16).bfloat16() for n in (count, 100, 100))
     Rows(torch.arange(100 - count, 100), 100).attend(query, keys, values, Scoring())
     assert len(used) == (taken if units else 0)
+
+
+@pytest.mark.parametrize("count", [128, 129])
+@pytest.mark.parametrize("softcap", [None, 9.0])
+def test_a_whole_prompt_is_computed_in_blocks_where_products_are_faster(count, softcap, units):
+    torch.manual_seed(0)
+    query, keys, values = (torch.randn(1, 2, count, 16).bfloat16() for _ in range(3))
+    rows, how = Rows(torch.arange(count), count), Scoring(softcap=softcap)
+    found = rows.attend(query, keys, values, how)
+    in_blocks = count > 128 and (softcap is not None or not units)
+    assert len(rows._plans[None]) == (2 if in_blocks else 1)
+    full = [tensor.float() for tensor in (query, keys, values)]
+    mask = torch.ones(count, count, dtype=torch.bool).tril()
+    expected = kernels.plain_attention(*full, mask, how)
+    assert torch.allclose(found.float(), expected, atol=3e-2)
 
 
 def test_it_serves_outside_of_inference_mode_after_it_served_inside():

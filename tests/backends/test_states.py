@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import CHUNKS, HYBRIDS, NEW_PROMPTS, ask, plain_logits, random_ids, tiny_model
+from conftest import (
+    CHUNKS,
+    HYBRIDS,
+    NEW_PROMPTS,
+    ask,
+    plain_logits,
+    random_ids,
+    tiny_model,
+    tiny_tokenizer,
+)
 
-from cached_rag import Engine, GenerationConfig
+from cached_rag import Engine, GenerationConfig, wrap_model
+from cached_rag.backends.transformers import states
 from cached_rag.errors import ModelError, RelocationError
 from cached_rag.evaluation.machine import examine, self_test
 from cached_rag.kv.buffer import KVBuffer
@@ -109,3 +119,21 @@ def test_chunks_by_themselves_are_not_reused_and_it_is_said(opened):
     assert any("keep a state" in note for note in report.notes)
     with pytest.raises(RelocationError, match="keep a state"):
         opened.generate(ask(*CHUNKS), GenerationConfig(method="reuse", max_tokens=1))
+
+
+def test_jamba_goes_on_by_token_however_often_it_is_wrapped():
+    model = tiny_model("jamba")
+    assert model.composer is None
+    again = wrap_model(model.decoder.model, tiny_tokenizer(), name="again", revision="1")
+    assert again.composer is None
+    mixers = [m for m in model.decoder.model.modules() if states.reads_by_token(m)]
+    assert len(mixers) == 2
+    assert not any(states.reads_by_token(m) for m in tiny_model("qwen3_5").decoder.model.modules())
+
+
+def test_what_is_read_by_token_can_be_undone():
+    modules = tiny_model("qwen3_5").decoder.modules
+    undo = states.read_by_token(modules)
+    assert any(states.reads_by_token(one) for layer in modules for one in layer.modules())
+    undo()
+    assert not any(states.reads_by_token(one) for layer in modules for one in layer.modules())

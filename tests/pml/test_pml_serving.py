@@ -18,7 +18,6 @@ from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.cli import main as cli
 from cached_rag.engine.report import Report
 from cached_rag.errors import ContextOverflowError, PMLError
-from cached_rag.methods import Takes
 from cached_rag.pml.layout import frames, lay_out
 from docs.experiments import __main__ as experiments
 from docs.experiments.schemas import evaluate_schema, schema_trials
@@ -135,19 +134,6 @@ def test_kv_persists_and_is_shared_by_schemas_that_say_the_same(tmp_path):
         assert changed.encode(second).encoded == 1
         assert house(behind="nothing").encode(second).encoded > 1
         assert len(list(second.library.table.find(HOUSE))) == 0
-
-
-def test_what_a_prompt_names_is_read_from_disk_before_its_turn(tmp_path):
-    store = StoreConfig(path=str(tmp_path / "kv"))
-    with Engine(tiny_model("llama"), store) as engine:
-        house().encode(engine)
-    for pipelined in (False, True):  # then layers are read as they are used
-        settings = replace(store, pipelined=pipelined)
-        with Engine(tiny_model("llama"), settings) as engine:
-            shelf = engine.library.shelf
-            asked(house()).planner(engine).read(Takes.ALL)  # its turn has not come
-            shelf.close()  # which ends what has begun
-            assert bool(shelf.memory_bytes()) is not pipelined
 
 
 def test_a_damaged_file_is_encoded_anew(tmp_path):

@@ -230,7 +230,10 @@ class Rows:
         """
         if self._needs_no_mask(query, keys, values, how):
             return self._attend_unmasked(query, keys, values, how)
-        parts = [self._attend_block(b, query, keys, values, how) for b in self._blocks(how.window)]
+        is_bounded = how.softcap is not None or how.sinks is not None
+        in_blocks = is_bounded or kernels.prefers_matmul(query)  # then no kernel is used for causal
+        blocks = self._blocks(how.window, in_blocks=in_blocks)
+        parts = [self._attend_block(block, query, keys, values, how) for block in blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _needs_no_mask(
@@ -262,14 +265,20 @@ class Rows:
         among = kernels.attend_causal(query, keys[:, :, own], values[:, :, own], factor)
         return merge(seen, among)[0].to(query.dtype)
 
-    def _blocks(self, window: int | None) -> list[_Block]:
+    def _blocks(self, window: int | None, *, in_blocks: bool) -> list[_Block]:
         if window not in self._plans:
-            self._plans[window] = self._plan(window)
+            self._plans[window] = self._plan(window, in_blocks=in_blocks)
         return self._plans[window]
 
-    def _plan(self, window: int | None) -> list[_Block]:
+    def _plan(self, window: int | None, *, in_blocks: bool) -> list[_Block]:
+        """The blocks of a window.
+
+        Args:
+            in_blocks: also rows from slot 0 on, of which a kernel could compute all.
+        """
         unwindowed = window is None or window > self.last
-        if self.first == 0 and self.is_contiguous and unwindowed:
+        is_whole = self.first == 0 and self.is_contiguous and unwindowed
+        if is_whole and not (in_blocks and len(self) > _BLOCK_ROWS):
             rows = slice(0, len(self))
             return [_Block(rows, rows, masked=False, causal=len(self) > 1)]
         blocks = []
@@ -335,7 +344,7 @@ class Rows:
         mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
         mask.masked_fill_(hidden, float("-inf"))
         most = _MASK_BYTES_KEPT_ON_GPU if self._is_on_gpu else _MASK_BYTES_KEPT
-        if mask.nbytes * len(self._blocks(window)) <= most:
+        if mask.nbytes * len(self._plans[window]) <= most:
             self._masks[name] = mask
         return mask
 

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache
 
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.prefill import prefill_rows
-from cached_rag.backends.transformers.states import DECAY, LayerStates, copied_layer
+from cached_rag.backends.transformers.states import DECAY, LayerStates, copied_layer, reads_by_token
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, States
 from cached_rag.kv.positions import PositionRule
@@ -154,8 +154,10 @@ def composer(decoder: Decoder, rule: PositionRule) -> StateComposer | None:
     Args:
         rule: how keys of its attention layers depend on position.
     """
-    keepers = [_keeper(decoder, one.module) for one in decoder.layers if one.is_stateful]
-    is_known = bool(keepers) and None not in keepers
+    stateful = [one.module for one in decoder.layers if one.is_stateful]
+    keepers = [_keeper(decoder, layer) for layer in stateful]
+    is_read_at_once = not any(reads_by_token(one) for layer in stateful for one in layer.modules())
+    is_known = bool(keepers) and None not in keepers and is_read_at_once
     return StateComposer(decoder, rule) if is_known and rule.is_movable else None
 
 

@@ -99,15 +99,18 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
         rule = find_rule(model, seen, delta, tolerance)
         if not delta and _adds_positions(dense):
             rule = PositionRule(reason=_ADDED)
-    composes = None
     try:
         decoder = _find_decoder(dense, lean, seen)
-        composes = composer(decoder, rule)
     except ModelError:
         if not stateful:
             raise
-        read_by_token(one.module for one in dense.layers if one.is_stateful)
-        decoder = _find_decoder(dense, lean, seen)
+        undo = read_by_token(one.module for one in dense.layers if one.is_stateful)
+        try:
+            decoder = _find_decoder(dense, lean, seen)
+        except ModelError:
+            undo()
+            raise
+    composes = composer(decoder, rule)
     if stateful:
         rule = PositionRule(reason=_STATES)
     if decoder.is_fast:

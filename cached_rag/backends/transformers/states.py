@@ -14,7 +14,7 @@ computed in this pass or earlier. Knows transformers; knows no prompt.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 _TENSORS = ("conv_states", "recurrent_states")
 _FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
 _SIZES = ("conv_kernel_size",)
+_CACHES = ("cache", "past_key_values", "cache_params")
 
 
 class LayerStates:
@@ -109,21 +110,38 @@ def copied_layer(layer: Any) -> Any:
     return found
 
 
-def read_by_token(layers: Iterable[torch.nn.Module]) -> None:
+def read_by_token(layers: Iterable[torch.nn.Module]) -> Callable[[], None]:
     """Have the mixers of these layers go on behind a state token by token.
 
     That is for those that transformers lets begin anew where several tokens follow (Jamba's). The
     first tokens of a prompt are read at once, as ever.
+
+    Returns:
+        What has them do as before.
     """
-    for layer in layers:
-        for module in layer.modules():
-            if hasattr(module, DECAY):
-                plain: Any = module.forward
-                module.forward = partial(_by_token, module, plain)
+    mixers: list[Any] = [
+        module
+        for layer in layers
+        for module in layer.modules()
+        if hasattr(module, DECAY) and not reads_by_token(module)
+    ]
+    for mixer in mixers:
+        mixer.forward = partial(_by_token, mixer, mixer.forward)
+
+    def undo() -> None:
+        for mixer in mixers:
+            mixer.forward = mixer.forward.args[1]
+
+    return undo
+
+
+def reads_by_token(module: Any) -> bool:
+    """Whether it is a mixer that goes on token by token."""
+    return getattr(module.forward, "func", None) is _by_token
 
 
 def _by_token(module: Any, plain: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-    cache: Any = options.get("cache", options.get("past_key_values"))
+    cache = _cache_of(options)
     if cache is None or not cache.has_previous_state(module.layer_idx):
         found: torch.Tensor = plain(hidden_states, **options)
         return found
@@ -164,8 +182,13 @@ def convolve_rows(layers: Iterable[torch.nn.Module]) -> None:
         module.forward = partial(_forward, module, partial(plain, module))
 
 
+def _cache_of(options: dict[str, Any]) -> Any:
+    """The cache among a module's arguments, by its names in transformers' versions; or None."""
+    return next((options[name] for name in _CACHES if name in options), None)
+
+
 def _forward(module: Any, plain: Any, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
-    cache: Any = options.get("cache", options.get("past_key_values"))
+    cache = _cache_of(options)
     if not hasattr(cache, "preceding"):
         found: torch.Tensor = plain(hidden_states, **options)
         return found

@@ -20,6 +20,7 @@ from cached_rag.cli.terminal import (
     print_table,
 )
 from cached_rag.config import DEFAULT_MODEL
+from cached_rag.errors import ConfigError
 from docs.experiments.commands import Loaded, Methods, Repeats
 
 
@@ -79,6 +80,8 @@ def loading(
     from cached_rag.evaluation.machine import machine
     from docs.experiments.loading import bench_loading, bench_paces
 
+    if paces and remote:
+        raise ConfigError("paces are of folders; leave out --remote, or --paces")
     loaded = load_model(model, **how)
     sizes = {"modules": chunks, "module_tokens": chunk_tokens, "repeats": repeats}
     rows: Sequence[Any]
