@@ -344,7 +344,7 @@ class Rows:
         mask = torch.zeros(hidden.shape, dtype=dtype, device=slots.device)
         mask.masked_fill_(hidden, float("-inf"))
         most = _MASK_BYTES_KEPT_ON_GPU if self._is_on_gpu else _MASK_BYTES_KEPT
-        if mask.nbytes * len(self._plans[window]) <= most:
+        if mask.nbytes * len(self) <= most * len(slots):  # those of all blocks together
             self._masks[name] = mask
         return mask
 
