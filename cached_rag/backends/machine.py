@@ -35,6 +35,13 @@ from cached_rag.kv.fingerprint import digest
 OVERHEAD_BYTES = 512 << 20
 # Where Linux tells a container how much memory it may use (cgroup v2).
 CGROUP = Path("/sys/fs/cgroup")
+# Numbers of tokens: in the longest prompt, and at most in a timed pass.
+_LONGEST, _ROWS = 4096, 256
+# Seconds that a timed pass should take, seconds after which it is not repeated any more, and how
+# often it is repeated at most.
+_PASS_S, _LIMIT_S, _REPEATS = 0.5, 1.0, 3
+# A model's fingerprint, and its device.
+ProfileKey = tuple[str, torch.device]
 
 
 def best_device() -> str:
@@ -131,15 +138,6 @@ def return_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none, and needs none
         if trim is not None:
             trim(0)
-
-
-# Numbers of tokens: in the longest prompt, and at most in a timed pass.
-_LONGEST, _ROWS = 4096, 256
-# Seconds that a timed pass should take, seconds after which it is not repeated any more, and how
-# often it is repeated at most.
-_PASS_S, _LIMIT_S, _REPEATS = 0.5, 1.0, 3
-# A model's fingerprint, and its device.
-ProfileKey = tuple[str, torch.device]
 
 
 @dataclass(frozen=True)
