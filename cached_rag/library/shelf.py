@@ -272,18 +272,18 @@ class Shelf:
         missing = [one for one in wanted if not any(self.holds(*source) for source in one)]
         if self.remote is None or not missing:
             return []
-        sizes = [len(one[0][1]) for one in missing]
-        notes: list[str] = []
-        if self._refuses(sum(sizes)):
-            tried = min(range(len(sizes)), key=lambda at: abs(sizes[at] - _WORTH_A_NOTE))
+        taken, tokens = missing, sum(map(_length, missing))
+        if self._refuses(tokens):
             # One of them tells now and then whether the way has become faster.
-            missing = [missing[tried]] if self.remote.link.is_stale else []
-            left = sum(sizes) - (sizes[tried] if missing else 0)
-            notes = [note] if left >= _WORTH_A_NOTE and (note := self._refuses(left)) else []
+            short = min(missing, key=lambda one: abs(_length(one) - _WORTH_A_NOTE))
+            taken = [short] if self.remote.link.is_stale else []
+        left = tokens - sum(map(_length, taken))
+        notes = [self._refuses(left)] if left >= _WORTH_A_NOTE else []
         try:
-            return notes + (self._bring_missing(self.remote, missing) if missing else [])
+            found = self._bring_missing(self.remote, taken) if taken else []
         except StoreError as error:
-            return [*notes, str(error)]
+            found = [str(error)]
+        return [note for note in (*notes, *found) if note]
 
     def _bring_missing(self, remote: RemoteTier, missing: Sequence[Wanted]) -> list[str]:
         best = {self.key(*one[0]): one for one in missing}
@@ -346,6 +346,11 @@ class Shelf:
         self._to_disk.close(_WRITING_S)
         if self.disk is not None:
             self.disk.close()
+
+
+def _length(one: Wanted) -> int:
+    """How many tokens it has, however it was encoded."""
+    return len(one[0][1])
 
 
 def _name(one: Wanted) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from cached_rag.backends.prompt_text import Message
 from cached_rag.engine.engine import Engine
+from cached_rag.errors import ConfigError
 from cached_rag.evaluation.data import Example, messages
 from cached_rag.kv.layers import stacks_of
 
@@ -62,7 +63,12 @@ def measure_deviation(
     Args:
         engine: keeps nothing of prompts; the chunks are encoded here, each by itself as in the
             paper.
+
+    Raises:
+        ConfigError: the model's layers keep KV of several sizes, which do not add up.
     """
+    if len(engine.model.shapes.kinds) > 1:
+        raise ConfigError("the model's layers differ in what they keep; take one whose do not")
     engine.encode([chunk for one in examples for chunk in one.chunks], context=None)
     shares: list[list[float]] = []
     ranks: list[list[float]] = []

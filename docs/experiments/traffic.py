@@ -109,7 +109,7 @@ def bench_traffic(
         asyncio.run(_stream(answer, prompts[:1], 1))  # to warm up
         for count, rate in [(0, rate) for rate in rates] or [(count, 0.0) for count in clients]:
             began = time.perf_counter()
-            asking = arriving(map(answer, prompts), rate) if not count else None
+            asking = arriving(map(answer, prompts), rate) if rates else None
             answers = asyncio.run(asking or _stream(answer, prompts, count))
             seconds = time.perf_counter() - began
             done = len(prompts) / seconds
