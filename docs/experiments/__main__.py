@@ -10,6 +10,7 @@ from cached_rag.cli.options import SettingsCommand, with_settings
 from cached_rag.cli.terminal import err
 from cached_rag.errors import CachedRAGError
 from docs.experiments.commands.answers import answers, chat, memory, weights_formats
+from docs.experiments.commands.gpu import gpu
 from docs.experiments.commands.models import architectures, deviation, loading, models, order
 from docs.experiments.commands.peers import peers_command
 from docs.experiments.commands.scale import scale
@@ -26,7 +27,7 @@ app = typer.Typer(
 )
 for command in (
     *(answers, chat, memory, models, architectures, loading, deviation, order, scale),
-    *(serving, attention, kernels, traffic, stored),
+    *(serving, attention, kernels, traffic, stored, gpu),
     *(schema_demo, schema_eval, schema_lengths, vllm_handoff),
 ):
     app.command(cls=SettingsCommand)(with_settings(command))

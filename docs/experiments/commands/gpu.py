@@ -1,0 +1,45 @@
+"""What a GPU gives: `make test-gpu`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cached_rag.cli.terminal import Json, print_rows
+from cached_rag.errors import ConfigError
+
+
+def gpu(
+    parts: Annotated[
+        list[str] | None, typer.Argument(help="One is run here; several, or all, each apart.")
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Shape of the random model: tiny, 0.5b, 7b.")] = "7b",
+    device: Annotated[str | None, typer.Option(help="None for the GPU.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where each part's output is kept.")] = Path(
+        "gpu-figures"
+    ),
+    seconds: Annotated[float, typer.Option(help="For all parts; then they are ended.")] = 570,
+    as_json: Json = False,
+) -> None:
+    """Results held to the CPU's, and times of a model with random weights: on any machine."""
+    from cached_rag.backends.machine import best_device, check_device
+    from cached_rag.evaluation.machine import machine
+    from docs.experiments.gpu import EQUALITY, PARTS, SHAPES, SMALL, Sizes, random_model, run_apart
+
+    chosen = parts or [EQUALITY, *PARTS]
+    if unknown := set(chosen) - {EQUALITY, *PARTS}:
+        raise ConfigError(f"there is no part {sorted(unknown)}; parts are {[EQUALITY, *PARTS]}")
+    if shape not in SHAPES:
+        raise ConfigError(f"shape {shape!r} is not one of {', '.join(SHAPES)}")
+    where = device or best_device()
+    if device is None and where == "cpu":
+        raise ConfigError("this machine has no GPU; to try it on the CPU, give --device cpu")
+    check_device(where)
+    if len(chosen) > 1 or chosen == [EQUALITY]:
+        options = ["--shape", shape, "--device", where, *(["--json"] if as_json else [])]
+        raise typer.Exit(run_apart(chosen, options, folder, seconds))
+    model = random_model(shape, where)
+    for rows in PARTS[chosen[0]](model, SMALL if shape == "tiny" else Sizes()):
+        print_rows(rows, machine(model), as_json=as_json)

@@ -1,0 +1,288 @@
+"""What a GPU gives, on a machine that has no model: `make test-gpu`.
+
+Results are held to the CPU's on tiny models. Times need no trained weights: they are of models of
+Qwen2.5's shapes with random ones, and of a tokenizer that learns from this repository's own text.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from cached_rag import Engine, wrap_model
+from cached_rag.backends.machine import fastest_dtype
+from cached_rag.config import GenerationConfig
+from cached_rag.evaluation.timing import (
+    NEW_PROMPTS,
+    bench_ttft,
+    make_prompt,
+    make_texts,
+    medians,
+    milliseconds,
+)
+from cached_rag.spi import LanguageModel
+from docs.experiments.attention import bench_attention, query_heads
+from docs.experiments.serving import bench_serving
+from docs.experiments.traffic import bench_traffic
+
+ROOT = Path(__file__).parents[2]
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    },
+}
+METHODS = ("prefix", "auto", "anchorflow:recompute_ratio=0.3", "fast", "reuse")
+_VOCABULARY = {"tiny": 4096}
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long prompts are.
+
+    Attributes:
+        chunks: of the short and of the long prompts.
+        shared_tokens: what prompts of `relay` begin with.
+    """
+
+    chunks: tuple[int, int] = (8, 32)
+    chunk_tokens: int = 512
+    answer_tokens: int = 64
+    shared_tokens: tuple[int, ...] = (512, 2048, 8192)
+    requests: int = 16
+    repeats: int = 5
+
+
+SMALL = Sizes((2, 3), 16, 4, (16,), 2, 1)
+
+
+@dataclass(frozen=True)
+class WholeRow:
+    """Whole answers of one method; medians.
+
+    Attributes:
+        speedup: transformers' `total_ms` over this one.
+    """
+
+    method: str
+    prompt_tokens: int
+    ttft_ms: float
+    total_ms: float
+    token_ms: float
+    speedup: float
+
+
+def own_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of this repository's documents and code."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    files = [*ROOT.glob("docs/*.md"), *ROOT.glob("cached_rag/**/*.py")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=4000,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    tokenizer.train([str(file) for file in sorted(files)], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    made.chat_template = _TEMPLATE
+    return made
+
+
+def random_model(shape: str, device: str) -> LanguageModel:
+    """A model of random weights, made on the device it runs on."""
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=_VOCABULARY.get(shape, 152064),
+        max_position_embeddings=32768,
+        **SHAPES[shape],
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=fastest_dtype(device))
+    return wrap_model(model, own_tokenizer(), name=shape, revision=shape)
+
+
+def first_tokens(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[Any]]:
+    """Times to the first token of a short and a long prompt."""
+    for chunks in sizes.chunks:
+        with Engine(model, NEW_PROMPTS) as engine:
+            yield bench_ttft(
+                engine,
+                modules=chunks,
+                module_tokens=sizes.chunk_tokens,
+                methods=METHODS,
+                repeats=sizes.repeats,
+            )
+
+
+def whole_answers(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[WholeRow]]:
+    """Answers of one length, beside transformers' own `generate` on the same ids."""
+    device = model.shapes.device
+    for chunks in sizes.chunks:
+        with Engine(model, NEW_PROMPTS) as engine:
+            contexts = (engine.primer, None)
+            prompt, _ = make_prompt(engine, chunks, sizes.chunk_tokens, 32, contexts)
+            ids = engine.prefill(prompt, method="full").tokens.ids
+            given = torch.tensor([ids], device=device)
+            variants: dict[str, Callable[[], dict[str, float]]] = {
+                "transformers": partial(_generated, model, given, sizes.answer_tokens)
+            }
+            for method in ("full", *METHODS):
+                variants[method] = partial(_answered, engine, prompt, method, sizes.answer_tokens)
+            found = medians(variants, sizes.repeats)
+        whole = found["transformers"]["total_ms"]
+        yield [
+            WholeRow(
+                method,
+                len(ids),
+                figures["ttft_ms"],
+                figures["total_ms"],
+                (figures["total_ms"] - figures["ttft_ms"]) / max(1, sizes.answer_tokens - 1),
+                whole / figures["total_ms"],
+            )
+            for method, figures in found.items()
+        ]
+
+
+def _generated(model: LanguageModel, ids: torch.Tensor, tokens: int) -> dict[str, float]:
+    device, generate = model.shapes.device, model.decoder.model.generate
+
+    def spent(count: int) -> float:
+        how = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        with torch.inference_mode():
+            return milliseconds(
+                lambda: generate(ids, attention_mask=torch.ones_like(ids), **how), device
+            )
+
+    return {"ttft_ms": spent(1), "total_ms": spent(tokens)}
+
+
+def _answered(engine: Engine, prompt: str, method: str, tokens: int) -> dict[str, float]:
+    config = GenerationConfig(method, max_tokens=tokens, ignore_eos=True, drafts=False)
+    report = engine.generate(prompt, config).report
+    return {"ttft_ms": report.ttft_ms, "total_ms": report.total_ms}
+
+
+def relay(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[Any]]:
+    """Many answers behind one beginning (RelayAttention, figures 7 and 10), and one layer's."""
+    for shared in sizes.shared_tokens:
+        yield bench_serving(
+            model,
+            shared_tokens=shared,
+            requests=sizes.requests,
+            new_tokens=sizes.answer_tokens,
+            repeats=min(3, sizes.repeats),
+            methods=("relay", "copied", "recomputed"),
+        )
+    yield bench_attention(
+        model.shapes,
+        query_heads(model),
+        batches=(1, sizes.requests, 4 * sizes.requests),
+        lengths=sizes.shared_tokens,
+        repeats=sizes.repeats,
+    )
+
+
+def batches(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[Any]]:
+    """Clients that ask at the same time, each over chunks drawn from a few that all share."""
+    with Engine(model, NEW_PROMPTS) as engine:
+        per_prompt = sizes.chunks[0]
+        texts = make_texts(engine, *[sizes.chunk_tokens] * (2 * per_prompt))
+        chance = random.Random(0)
+        questions = [
+            (chance.sample(texts, per_prompt), f"What does text {number} say?")
+            for number in range(2 * sizes.requests)
+        ]
+        yield bench_traffic(
+            engine,
+            questions,
+            name="drawn",
+            methods=("full", "auto", "fast"),
+            clients=(1, sizes.requests),
+            new_tokens=sizes.answer_tokens,
+            drafts=False,
+        )
+
+
+PARTS: dict[str, Callable[[LanguageModel, Sizes], Iterator[Sequence[Any]]]] = {
+    "first-tokens": first_tokens,
+    "answers": whole_answers,
+    "relay": relay,
+    "batches": batches,
+}
+EQUALITY = "equality"
+
+
+def run_apart(parts: Sequence[str], options: Sequence[str], folder: Path, seconds: float) -> int:
+    """Run each part in a process of its own, so that none takes another with it.
+
+    What a part prints is shown, and is kept in the folder as it comes.
+
+    Args:
+        options: of `python -m docs.experiments gpu PART`.
+        seconds: for all parts together; a part that has no time left is ended.
+
+    Returns:
+        How many failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    ends, failed = time.monotonic() + seconds, []
+    for part in parts:
+        command = [sys.executable, "-m", "docs.experiments", "gpu", part, *options]
+        if part == EQUALITY:
+            command = [sys.executable, "-m", "pytest", "tests/backends/test_cuda.py"]
+        with (folder / f"{part}.txt").open("w+", encoding="utf-8") as file:
+            began = time.monotonic()
+            try:
+                code = subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=max(1.0, ends - began),
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = 124
+            file.seek(0)
+            print(f"{part}: {file.read()}", flush=True)
+        spent = time.monotonic() - began
+        if code:
+            failed.append(part)
+        print(f"{part}: {'FAILED' if code else 'done'} after {spent:.0f} s", flush=True)
+    return len(failed)
