@@ -209,7 +209,8 @@ def _run(
 ) -> int:
     """Compute a prompt's rows, or choose them only; returns the (token, layer) pairs computed."""
     model, ids = prompt.resources.model, torch.tensor([prompt.tokens.ids])
-    layout, layers = plan.layout(model.shapes.num_layers, ids[0]), model.shapes.num_layers
+    layers = model.shapes.num_layers
+    layout = plan.layout(layers, ids[0], model.shapes.first_attending)
     ready = loader.wait if loader else None
     if model.keeps_states:
         _wait(loader, layers)

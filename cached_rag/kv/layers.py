@@ -161,6 +161,12 @@ class KVShapes:
         """How many layers the model has."""
         return len(self.layers)
 
+    @property
+    def first_attending(self) -> int:
+        """The first layer that has keys; before it are short convolutions at most (LFM2)."""
+        places = (index for index, shape in enumerate(self.layers) if shape and shape.key_dim)
+        return next(places, 0)
+
     @cached_property
     def kinds(self) -> tuple[LayerShape, ...]:
         """The different shapes among them, in their order."""

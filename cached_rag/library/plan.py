@@ -162,8 +162,10 @@ class Plan:
         later = (place.after(end) for place in self.placements if place.end > end)
         return replace(self, placements=(*ahead, *later))
 
-    def layout(self, num_layers: int, ids: torch.Tensor | None = None) -> Layout:
-        """The plan as masks over the prompt's tokens, for the methods."""
+    def layout(
+        self, num_layers: int, ids: torch.Tensor | None = None, first_attending: int = 0
+    ) -> Layout:
+        """The plan as masks over the prompt's tokens, for the methods; see `Layout`."""
         fresh = torch.ones(self.num_tokens, dtype=torch.bool)
         exact = torch.zeros(self.num_tokens, dtype=torch.bool)
         for place in self.placements:
@@ -173,7 +175,9 @@ class Plan:
         approximate = [place for place in self.placements if not place.is_exact]
         spans = tuple((place.begin, place.end) for place in approximate)
         settled = tuple((place.begin, place.end) for place in approximate if place.is_settled)
-        found = Layout(fresh, exact, spans, num_layers, settled)
+        found = Layout(
+            fresh, exact, spans, num_layers, settled, first_attending=first_attending
+        )
         return found if ids is None else replace(found, ids=ids)
 
 

@@ -32,6 +32,8 @@ class Layout:
         settled: those of `modules` that were encoded behind other chunks of their document, so that
             their KV needs less repair.
         ids: (seq_len,) int64; the prompt's tokens.
+        first_attending: the first layer in which a token sees distant ones, so that only behind it
+            approximate KV differs.
     """
 
     fresh: torch.Tensor
@@ -40,6 +42,7 @@ class Layout:
     num_layers: int
     settled: tuple[tuple[int, int], ...] = ()
     ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    first_attending: int = 0
 
     @property
     def reused(self) -> torch.Tensor:

@@ -33,8 +33,8 @@ class CacheBlend(Selector):
 
     Attributes:
         recompute_ratio: share r of the reused tokens that is recomputed.
-        check_layer: where deviations are measured (>= 1: those of layer 0 are none); of several
-            layers each keeps fewer rows, the last one r.
+        check_layer: where deviations are measured, counted from the first layer that attends (>= 1:
+            up to that one there are none); of several layers each keeps fewer rows, the last one r.
         gradual: the paper's gradual filtering (Figure 9): measured again at every layer from the
             check layer on, r on average.
         score: what deviates: the "values" (the authors' released code) or the "keys" (LMCache),
@@ -61,8 +61,8 @@ class CacheBlend(Selector):
         layers = (layers,) if isinstance(layers, int) else tuple(layers)
         if not layers or min(layers) < 1 or list(layers) != sorted(set(layers)):
             raise ConfigError(
-                "check_layer is one layer or several, ascending, and >= 1: layer 0's keys and "
-                "values depend on no other token"
+                "check_layer is one layer or several, ascending, and >= 1: in the first layer keys "
+                "and values depend on no other token"
             )
         if isinstance(self.check_layer, list):  # as it comes from text
             object.__setattr__(self, "check_layer", layers)
@@ -79,12 +79,14 @@ class CacheBlend(Selector):
         """The check layers, and with `gradual` all after the first."""
         if self.recompute_ratio == 1.0:
             return ()
+        places = [layout.first_attending + layer for layer in self._layers]
         if self.gradual:
-            return tuple(range(self._layers[0], layout.num_layers))
-        found = tuple(layer for layer in self._layers if layer < layout.num_layers)
+            return tuple(range(places[0], layout.num_layers))
+        found = tuple(layer for layer in places if layer < layout.num_layers)
         if not found:
             raise ConfigError(
-                f"check_layer {self.check_layer}: there are {layout.num_layers} layers"
+                f"check_layer {self.check_layer}: from the first layer that attends there are "
+                f"{layout.num_layers - layout.first_attending} layers"
             )
         return found
 

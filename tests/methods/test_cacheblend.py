@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import plain_cache
+from conftest import CHUNKS, NEW_PROMPTS, ask, plain_cache, tiny_model
 from modules import TOLERANCE, assembled, copy
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from cached_rag import ConfigError
+from cached_rag import ConfigError, Engine
 from cached_rag.cli.options import names
 from cached_rag.evaluation.run import make_trials
 from cached_rag.methods import SELECTORS, CacheBlend, parse_method
@@ -118,6 +118,27 @@ def test_the_first_choice_is_that_of_a_full_prefill(score):
     best = sorted(far, key=far.get, reverse=True)[:24]
     chosen, *_ = recorded(model, buffer, tokens, layout, CacheBlend(RATIO, score=score))
     assert {j for j in chosen[1] if layout.reused[j]} == set(best)
+
+
+def test_a_model_that_begins_with_convolutions_is_checked_behind_its_first_attention():
+    seen = {}
+
+    class Recording(CacheBlend):
+        def narrow(self, check, layout):
+            seen[check.layer] = self.deviation(check)[check.reused]
+            return super().narrow(check, layout)
+
+    class Early(Recording):
+        def check_layers(self, layout):
+            return (1,)
+
+    with Engine(tiny_model("lfm2"), NEW_PROMPTS) as engine:
+        engine.encode(CHUNKS)
+        for method in (Recording(), Early()):
+            engine.prefill(ask(*CHUNKS), method=method).release()
+    assert seen.keys() == {1, 2}
+    assert seen[2].min() > 1e-3
+    assert seen[1].median() < 1e-9  # control: in the first attention nothing differs
 
 
 def test_gradual_filtering_only_ever_drops_rows_and_is_charged_for_what_it_sees():
