@@ -58,9 +58,9 @@ test-load: $(VENV)/.dev
 	$(PIP) "locust>=2.40,<3"
 	PYTHONPATH=tests $(BIN)/python -m load --write docs/reliability.md
 
-# What a GPU computes is what the CPU computes; skips itself without one.
+# What a GPU computes is what the CPU computes, and how fast; within ten minutes, into gpu-figures/.
 test-gpu: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/backends/test_cuda.py
+	$(BIN)/python -m docs.experiments gpu
 
 test-langchain: $(VENV)/.dev
 	$(PIP) --no-deps --upgrade --target $(VENV)/langchain-lowest $(LANGCHAIN_LOWEST)

@@ -14,13 +14,13 @@ A page has, as a comment that readers do not see:
     -->
     <!-- end -->
 
-The first line behind the name is the command, which is given `--json` if it is ours;
-each other line is a column, its title and how a row of the command's is written in it. Lines "only"
-leave rows out, lines "say" put words in a cell's place, a line "from: NAME" takes another list
-of what the command prints than "rows", and a line "like: NAME" the columns of that name's first
-table. What it printed is kept in docs/figures/NAME.json, with the day; below the table stand
-command, day, commit and machine. Several tables may have one name, and then one command. Long
-tables stand in docs/experiments/*.md.
+The first line behind the name is the command, which is given `--json` if it is ours; each other
+line is a column, its title and how a row of the command's is written in it. Lines "only" leave rows
+out (`only: data=a b` leaves two sets), lines "say" put words in a cell's place, a line "from: NAME"
+takes another list of what the command prints than "rows", and a line "like: NAME" the columns of
+that name's first table. What it printed is kept in docs/figures/NAME.json, with the day; below the
+table stand command, day, commit and machine. Several tables may have one name, and then one
+command. Long tables stand in docs/experiments/*.md.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Block:
         found = json.loads(self._file.read_text())
         lines = list(self._lines())
         columns = {title: how for title, how in lines if title not in ("only", "say", "from")}
-        only = [how.split("=", 1) for title, how in lines if title == "only"]
+        only = dict(how.split("=", 1) for title, how in lines if title == "only")
         said = dict(how.split(" => ") for title, how in lines if title == "say")
         rows = [row for row in found[dict(lines).get("from", "rows")] if _passes(row, only)]
         cells = [list(columns), ["---"] * len(columns)]
@@ -104,6 +104,7 @@ class Block:
                 f"commit {one['commit'] or 'unknown'}, {one['processor']}, {one['threads']} threads"
                 for one in origins
             ),
+            *([facts["accelerator"]] if facts.get("accelerator") else []),
             f"torch {facts['torch']}",
         ]
         table = [f"| {' | '.join(line)} |" for line in cells]
@@ -128,10 +129,9 @@ def _column(line: str) -> tuple[str, str]:
     return title.strip(), how.strip()
 
 
-def _passes(row: dict[str, Any], only: list[list[str]]) -> bool:
-    """Whether a row has, for each field, one of the values that are named for it."""
-    fields = {name for name, _ in only}
-    return all(any(n == name and str(row[n]) == value for n, value in only) for name in fields)
+def _passes(row: dict[str, Any], only: dict[str, str]) -> bool:
+    """Whether a row has, in each field that is named, one of the values beside it."""
+    return all(str(row[name]) in values.split() for name, values in only.items())
 
 
 def _cell(how: str, row: dict[str, Any]) -> str:

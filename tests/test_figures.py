@@ -110,7 +110,7 @@ def test_a_table_is_drawn_from_rows(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text(
         "# A\n<!-- figures: mine\ncached-rag bench\nname: `{name}`\ntime: {ms:.1f} ms\n"
-        "only: name=a\nonly: name=c\n-->\nold\n<!-- end -->\nrest\n"
+        "only: name=a c\n-->\nold\n<!-- end -->\nrest\n"
     )
     facts = {"commit": "abc", "processor": "P", "threads": 2, "torch": "2"}
     rows = [{"name": n, "ms": ms} for n, ms in (("a", 1.25), ("b", 2), ("c", None))]

@@ -175,9 +175,7 @@ class Plan:
         approximate = [place for place in self.placements if not place.is_exact]
         spans = tuple((place.begin, place.end) for place in approximate)
         settled = tuple((place.begin, place.end) for place in approximate if place.is_settled)
-        found = Layout(
-            fresh, exact, spans, num_layers, settled, first_attending=first_attending
-        )
+        found = Layout(fresh, exact, spans, num_layers, settled, first_attending=first_attending)
         return found if ids is None else replace(found, ids=ids)
 
 

@@ -194,7 +194,7 @@ class Auto(AnchorFlow):
 
     name: ClassVar[str] = "auto"
     # Chunks that were encoded behind others of their document are as near to full prefill with this
-    # share of the ratio as others with all of it (docs/quality.md, "Behind their documents").
+    # share of the ratio as others with all of it (docs/quality.md, "Eleven sets").
     settled_share: ClassVar[float] = 8 / 15
     gives_way: ClassVar[bool] = True
 
@@ -218,7 +218,7 @@ class Fast(Auto):
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
     Cost: the live tokens twice, the anchors and 3 %. Use it for prose, of which a question needs no
-    more than the gist, and not where entries are alike (docs/quality.md, "Alike entries").
+    more than the gist, and not where entries are alike (docs/quality.md, "Eleven sets").
     """
 
     name: ClassVar[str] = "fast"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-from functools import partial
 
 import pytest
 import torch

@@ -1,0 +1,30 @@
+"""What `make test-gpu` runs, here on the CPU and with a tiny model."""
+
+from __future__ import annotations
+
+import pytest
+
+from docs.experiments.gpu import PARTS, SMALL, random_model, run_apart
+
+TINY = ["--shape", "tiny", "--device", "cpu"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_has_figures(part):
+    for rows in PARTS[part](random_model("tiny", "cpu"), SMALL):
+        assert rows
+        assert all(getattr(row, "speedup", 1.0) > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_takes_no_other_with_it(tmp_path, capfd):
+    assert run_apart(["batches", "no-such-part", "answers"], TINY, tmp_path, 120.0) == 1
+    assert "no-such-part: FAILED" in capfd.readouterr().out
+    assert "there is no part ['no-such-part']" in (tmp_path / "no-such-part.txt").read_text()
+    for part in ("batches", "answers"):
+        assert "auto" in (tmp_path / f"{part}.txt").read_text()
+
+
+def test_a_part_without_time_is_ended(tmp_path):
+    assert run_apart(["answers"], TINY, tmp_path, 0.0) == 1
+    assert (tmp_path / "answers.txt").read_text() == ""
