@@ -1,7 +1,8 @@
 """Writes figures into pages: runs the command that stands in a page, and puts its table below it.
 
     python docs/figures.py speed-0.5b quality-0.5b    # these; in the folder that has the data
-    python docs/figures.py --draw                        # all tables anew, from what was measured
+    python docs/figures.py --draw                     # all tables anew, from what was measured
+    python docs/figures.py --list                     # every figure's page, commit and command
 
 A page has, as a comment that readers do not see:
 
@@ -25,6 +26,7 @@ command. Long tables stand in docs/experiments/*.md.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -45,6 +47,9 @@ PAGES = [
     *sorted(DOCS.glob("experiments/*.md")),
 ]
 KEPT = DOCS / "figures"
+# Trials are found at their commits; every other figure is of this commit or a later one.
+TRIALS, SINCE = DOCS / "experiments.md", "3c2f4d6"
+COMMIT = re.compile(r"(?:[Cc]ommits?\s+`?|\band )([0-9a-f]{7})\b")
 _BLOCK = re.compile(r"(<!-- figures: (\S+)\n.*?-->\n)(.*?)<!-- end -->", re.DOTALL)
 
 
@@ -89,6 +94,7 @@ class Block:
         lines = list(self._lines())
         columns = {title: how for title, how in lines if title not in ("only", "say", "from")}
         only = dict(how.split("=", 1) for title, how in lines if title == "only")
+        assert len(only) == sum(title == "only" for title, _ in lines), "one line a field"
         said = dict(how.split(" => ") for title, how in lines if title == "say")
         rows = [row for row in found[dict(lines).get("from", "rows")] if _passes(row, only)]
         cells = [list(columns), ["---"] * len(columns)]
@@ -147,6 +153,38 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(page, name, head, shown)
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where figures come from: the page they stand in, a commit, and the command or the words."""
+
+    page: Path
+    commit: str
+    what: str
+
+
+def sources() -> Iterator[Source]:
+    """Those of all tables and texts, but for the trials."""
+    for page in PAGES:
+        if page == TRIALS:
+            continue
+        text = page.read_text()
+        for block in blocks(page):
+            found = json.loads((KEPT / f"{block.name}.json").read_text())
+            for one in found.get("measured") or [found["machine"]]:
+                yield Source(page, (one["commit"] or "unknown").rstrip("+"), block.command)
+            text = text.replace(f"{block.head}{block.shown}", "")
+        for one in COMMIT.finditer(text):
+            before = " ".join(text[: one.start()].split())
+            yield Source(page, one[1], before[-100:])
+
+
+@functools.cache
+def is_new(commit: str) -> bool:
+    """Whether a commit is `SINCE` or comes behind it."""
+    command = ["git", "-C", str(DOCS), "merge-base", "--is-ancestor", SINCE, commit]
+    return subprocess.run(command, check=False).returncode == 0
+
+
 def write(block: Block) -> None:
     """Put a block's table into its page."""
     text = block.page.read_text()
@@ -161,6 +199,11 @@ def main(names: list[str]) -> None:
     for page in PAGES:
         for block in blocks(page):
             found[block.name].append(block)
+    if names == ["--list"]:
+        for one in sorted(sources(), key=lambda one: is_new(one.commit)):
+            age = "new" if is_new(one.commit) else "OLD"
+            print(f"{age} {one.commit} {one.page.relative_to(DOCS.parent)}: {one.what}")
+        return
     draws_only = names == ["--draw"]
     for name in [*found] if draws_only else names:
         if name not in found:

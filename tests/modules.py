@@ -32,7 +32,9 @@ def layout_of(model, length, reused=(), exact=()):
         live[begin:end] = False
     for begin, end in exact:
         lossless[begin:end] = True
-    return Layout(live, lossless, tuple(reused), model.shapes.num_layers)
+    shapes = model.shapes
+    attending = shapes.first_attending
+    return Layout(live, lossless, tuple(reused), shapes.num_layers, first_attending=attending)
 
 
 def three_modules(model):

@@ -164,8 +164,7 @@ class KVShapes:
     @property
     def first_attending(self) -> int:
         """The first layer that has keys; before it are short convolutions at most (LFM2)."""
-        places = (index for index, shape in enumerate(self.layers) if shape and shape.key_dim)
-        return next(places, 0)
+        return next((at for at, shape in enumerate(self.layers) if shape and shape.key_dim), 0)
 
     @cached_property
     def kinds(self) -> tuple[LayerShape, ...]:

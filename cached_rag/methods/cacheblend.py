@@ -20,16 +20,16 @@ class CacheBlend(Selector):
     """Recomputes the share r of the chunks' tokens whose keys or values deviate most.
 
     A token whose values change when it is read in its place attends to other chunks, and one that
-    deviates in one layer does so in the next. So all rows run through layer 0; at the check layer
-    what is fresh is compared with what was cached, and from there on only the most deviating rows
-    and the live ones are computed.
+    deviates in one layer does so in the next. So all rows run through the first
+    layer; at the check layer what is fresh is compared with what was cached, and from there on only
+    the most deviating rows and the live ones are computed.
 
     Paper: CacheBlend (Yao et al., EuroSys 2025), sections 4.2 and 4.3,
     https://arxiv.org/abs/2405.16444. Unlike in its authors' released scripts, the whole question
     is computed, and every row sees just the keys before it.
 
     Cost: the live tokens, r, and two layers of everything: dear for models of few layers. Use it
-    where attention cannot be watched, for it asks no question; there `auto` is this.
+    where attention cannot be watched, for it asks no question.
 
     Attributes:
         recompute_ratio: share r of the reused tokens that is recomputed.
@@ -81,7 +81,7 @@ class CacheBlend(Selector):
             return ()
         places = [layout.first_attending + layer for layer in self._layers]
         if self.gradual:
-            return tuple(range(places[0], layout.num_layers))
+            places = [*range(places[0], layout.num_layers)]
         found = tuple(layer for layer in places if layer < layout.num_layers)
         if not found:
             raise ConfigError(

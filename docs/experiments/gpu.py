@@ -87,7 +87,9 @@ class Sizes:
     repeats: int = 3
 
 
-SMALL = Sizes((2, 3), 16, 4, (16,), 2, 1)
+SMALL = Sizes(
+    chunks=(2, 3), chunk_tokens=16, answer_tokens=4, shared_tokens=(16,), requests=2, repeats=1
+)
 
 
 @dataclass(frozen=True)
@@ -210,13 +212,13 @@ def relay(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[Any]]:
             repeats=sizes.repeats,
             methods=("relay", "copied", "recomputed"),
         )
-    yield bench_attention(
-        model.shapes,
-        query_heads(model),
-        batches=(1, sizes.requests, 4 * sizes.requests),
-        lengths=sizes.shared_tokens,
-        repeats=sizes.repeats,
-    )
+        yield bench_attention(
+            model.shapes,
+            query_heads(model),
+            batches=(1, sizes.requests, 4 * sizes.requests),
+            lengths=[shared],
+            repeats=sizes.repeats,
+        )
 
 
 def batches(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[Any]]:
@@ -229,15 +231,16 @@ def batches(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[Any]]:
             (chance.sample(texts, per_prompt), f"What does text {number} say?")
             for number in range(sizes.requests)
         ]
-        yield bench_traffic(
-            engine,
-            questions,
-            name="drawn",
-            methods=("full", "auto"),
-            clients=(1, sizes.requests),
-            new_tokens=sizes.answer_tokens,
-            drafts=False,
-        )
+        for method in ("full", "auto"):
+            yield bench_traffic(
+                engine,
+                questions,
+                name="drawn",
+                methods=[method],
+                clients=(1, sizes.requests),
+                new_tokens=sizes.answer_tokens,
+                drafts=False,
+            )
 
 
 PARTS: dict[str, Callable[[LanguageModel, Sizes], Iterator[Sequence[Any]]]] = {
@@ -249,22 +252,27 @@ PARTS: dict[str, Callable[[LanguageModel, Sizes], Iterator[Sequence[Any]]]] = {
 EQUALITY = "equality"
 
 
-def run_apart(parts: Sequence[str], options: Sequence[str], folder: Path, seconds: float) -> int:
+def run_apart(parts: Sequence[str], shape: str, device: str, folder: Path, seconds: float) -> int:
     """Run each part in a process of its own, so that none takes another with it.
 
     What a part prints is shown, and is kept in the folder as it comes.
 
     Args:
-        options: of `python -m docs.experiments gpu PART`.
-        seconds: for all parts together; a part that has no time left is ended.
+        seconds: for all parts together; each may take an equal share of what is left of it.
 
     Returns:
         How many failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     ends, failed = time.monotonic() + seconds, []
-    for part in parts:
-        command = [sys.executable, "-m", "docs.experiments", "gpu", part, *options]
+    env = os.environ | {
+        "CACHED_RAG_TEST_DEVICE": torch.device(device).type,
+        "COLUMNS": "200",  # of tables in a file
+        "PYTHONUNBUFFERED": "1",
+    }
+    for done, part in enumerate(parts):
+        command = [sys.executable, "-m", "docs.experiments", "gpu", part]
+        command += ["--shape", shape, "--device", device]
         if part == EQUALITY:
             command = [sys.executable, "-m", "pytest", "tests/backends/test_cuda.py"]
         with (folder / f"{part}.txt").open("w+", encoding="utf-8") as file:
@@ -273,10 +281,10 @@ def run_apart(parts: Sequence[str], options: Sequence[str], folder: Path, second
                 code = subprocess.run(
                     command,
                     cwd=ROOT,
-                    env=os.environ | {"COLUMNS": "200"},  # of tables in a file
+                    env=env,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    timeout=max(1.0, ends - began),
+                    timeout=max(1.0, (ends - began) / (len(parts) - done)),
                     check=False,
                 ).returncode
             except subprocess.TimeoutExpired:

@@ -8,7 +8,7 @@ from pathlib import Path
 from cached_rag.evaluation.summary import ACCENT, INK, new_figure, save
 from docs.experiments.scenarios import PeerRow
 
-_OWN = ("full", "prefix", "auto")
+_OWN = ("full", "prefix", "auto", "fast")
 
 
 def plot_peers(rows: Sequence[PeerRow], path: Path) -> None:
@@ -29,7 +29,9 @@ def plot_peers(rows: Sequence[PeerRow], path: Path) -> None:
             first, rest = row.ttft_p50_ms / 1000, (row.total_ms - row.ttft_p50_ms) / 1000
             ax.barh(at, first, color=colour, height=0.7)
             ax.barh(at, rest, left=first, color=colour, height=0.7, alpha=0.35)
-            ax.text(row.total_ms / 1000, at, f"  {row.total_ms / 1000:.1f} s", va="center")
+            ax.text(
+                row.total_ms / 1000, at, f"  {row.total_ms / 1000:.1f} s", va="center", color=INK
+            )
         ax.set_yticks(range(len(found)), [row.peer for row in found])
         ax.set_title(f"{scenario}, {found[0].prompt_tokens} tokens", loc="left")
         ax.margins(x=0.12)

@@ -6,8 +6,6 @@ import pytest
 
 from docs.experiments.gpu import PARTS, SMALL, random_model, run_apart
 
-TINY = ["--shape", "tiny", "--device", "cpu"]
-
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_has_figures(part):
@@ -18,7 +16,7 @@ def test_every_part_has_figures(part):
 
 @pytest.mark.slow
 def test_a_part_that_fails_takes_no_other_with_it(tmp_path, capfd):
-    assert run_apart(["batches", "no-such-part", "answers"], TINY, tmp_path, 120.0) == 1
+    assert run_apart(["batches", "no-such-part", "answers"], "tiny", "cpu", tmp_path, 120.0) == 1
     assert "no-such-part: FAILED" in capfd.readouterr().out
     assert "there is no part ['no-such-part']" in (tmp_path / "no-such-part.txt").read_text()
     for part in ("batches", "answers"):
@@ -26,5 +24,5 @@ def test_a_part_that_fails_takes_no_other_with_it(tmp_path, capfd):
 
 
 def test_a_part_without_time_is_ended(tmp_path):
-    assert run_apart(["answers"], TINY, tmp_path, 0.0) == 1
+    assert run_apart(["answers"], "tiny", "cpu", tmp_path, 0.0) == 1
     assert (tmp_path / "answers.txt").read_text() == ""

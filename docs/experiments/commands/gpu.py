@@ -13,14 +13,20 @@ from cached_rag.errors import ConfigError
 
 def gpu(
     parts: Annotated[
-        list[str] | None, typer.Argument(help="One is run here; several, or all, each apart.")
+        list[str] | None,
+        typer.Argument(
+            help="equality, first-tokens, answers, relay, batches: one is run here; several, or "
+            "all, each in a process."
+        ),
     ] = None,
-    shape: Annotated[str, typer.Option(help="Shape of the random model: tiny, 0.5b, 7b.")] = "7b",
+    shape: Annotated[
+        str, typer.Option(help="Shape of the random model: tiny, 0.5b, 7b (some 30 GB).")
+    ] = "7b",
     device: Annotated[str | None, typer.Option(help="None for the GPU.")] = None,
-    folder: Annotated[Path, typer.Option(help="Where each part's output is kept.")] = Path(
+    folder: Annotated[Path, typer.Option(help="Where several parts' output is kept.")] = Path(
         "gpu-figures"
     ),
-    seconds: Annotated[float, typer.Option(help="For all parts; then they are ended.")] = 570,
+    seconds: Annotated[float, typer.Option(help="For several parts; then they are ended.")] = 570,
     as_json: Json = False,
 ) -> None:
     """Results held to the CPU's, and times of a model with random weights: on any machine."""
@@ -38,8 +44,9 @@ def gpu(
         raise ConfigError("this machine has no GPU; to try it on the CPU, give --device cpu")
     check_device(where)
     if len(chosen) > 1 or chosen == [EQUALITY]:
-        options = ["--shape", shape, "--device", where, *(["--json"] if as_json else [])]
-        raise typer.Exit(run_apart(chosen, options, folder, seconds))
+        if as_json:
+            raise ConfigError("--json is for one part, such as first-tokens")
+        raise typer.Exit(run_apart(chosen, shape, where, folder, seconds))
     model = random_model(shape, where)
     for rows in PARTS[chosen[0]](model, SMALL if shape == "tiny" else Sizes()):
         print_rows(rows, machine(model), as_json=as_json)
