@@ -20,9 +20,9 @@ class CacheBlend(Selector):
     """Recomputes the share r of the chunks' tokens whose keys or values deviate most.
 
     A token whose values change when it is read in its place attends to other chunks, and one that
-    deviates in one layer does so in the next. So all rows run through the first
-    layer; at the check layer what is fresh is compared with what was cached, and from there on only
-    the most deviating rows and the live ones are computed.
+    deviates in one layer does so in the next. So all rows run through the first layer that attends;
+    at the check layer what is fresh is compared with what was cached, and from there on only the
+    most deviating rows and the live ones are computed.
 
     Paper: CacheBlend (Yao et al., EuroSys 2025), sections 4.2 and 4.3,
     https://arxiv.org/abs/2405.16444. Unlike in its authors' released scripts, the whole question

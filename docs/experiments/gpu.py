@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -264,7 +264,7 @@ def run_apart(parts: Sequence[str], shape: str, device: str, folder: Path, secon
         How many failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ends, failed = time.monotonic() + seconds, []
+    ends, failed = time.monotonic() + seconds, 0
     env = os.environ | {
         "CACHED_RAG_TEST_DEVICE": torch.device(device).type,
         "COLUMNS": "200",  # of tables in a file
@@ -275,24 +275,30 @@ def run_apart(parts: Sequence[str], shape: str, device: str, folder: Path, secon
         command += ["--shape", shape, "--device", device]
         if part == EQUALITY:
             command = [sys.executable, "-m", "pytest", "tests/backends/test_cuda.py"]
-        with (folder / f"{part}.txt").open("w+", encoding="utf-8") as file:
-            began = time.monotonic()
-            try:
-                code = subprocess.run(
-                    command,
-                    cwd=ROOT,
-                    env=env,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=max(1.0, (ends - began) / (len(parts) - done)),
-                    check=False,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                code = 124
-            file.seek(0)
-            print(f"{part}: {file.read()}", flush=True)
+        began = time.monotonic()
+        share = max(1.0, (ends - began) / (len(parts) - done))
+        is_done = _runs(command, env, folder / f"{part}.txt", share)
+        failed += not is_done
         spent = time.monotonic() - began
-        if code:
-            failed.append(part)
-        print(f"{part}: {'FAILED' if code else 'done'} after {spent:.0f} s", flush=True)
-    return len(failed)
+        print(f"{part}: {'done' if is_done else 'FAILED'} after {spent:.0f} s", flush=True)
+    return failed
+
+
+def _runs(command: Sequence[str], env: Mapping[str, str], output: Path, seconds: float) -> bool:
+    """Whether a command ends well in time; what it prints is kept in a file, and shown."""
+    with output.open("w+", encoding="utf-8") as file:
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=env,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            done = None
+        file.seek(0)
+        print(file.read(), flush=True)
+    return done is not None and done.returncode == 0
