@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
+from docs.experiments.__main__ import app
 from docs.experiments.gpu import PARTS, SMALL, random_model, run_apart
 
 
@@ -26,3 +28,14 @@ def test_a_part_that_fails_takes_no_other_with_it(tmp_path, capfd):
 def test_a_part_without_time_is_ended(tmp_path):
     assert run_apart(["answers"], "tiny", "cpu", tmp_path, 0.0) == 1
     assert (tmp_path / "answers.txt").read_text() == ""
+
+
+def test_what_cannot_be_timed_is_refused():
+    for words, says in (
+        (["--device", "mps"], "would not wait for the device"),
+        (["relay", "no-such-part"], "there is no part"),
+        (["--shape", "70b"], "is not one of tiny, 0.5b, 7b"),
+        (["relay", "batches", "--device", "cpu", "--json"], "--json is for one part"),
+    ):
+        found = CliRunner().invoke(app, ["gpu", *words])
+        assert says in str(found.exception)

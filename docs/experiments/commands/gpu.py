@@ -42,6 +42,10 @@ def gpu(
     where = device or best_device()
     if device is None and where == "cpu":
         raise ConfigError("this machine has no GPU; to try it on the CPU, give --device cpu")
+    if where.startswith("mps"):
+        raise ConfigError(
+            "times on mps would not wait for the device; take a CUDA device or the CPU"
+        )
     check_device(where)
     if len(chosen) > 1 or chosen == [EQUALITY]:
         if as_json:
