@@ -1,7 +1,6 @@
 """What a GPU gives, on a machine that has no model: `make test-gpu`.
 
-Results are held to the CPU's on tiny models. Times need no trained weights: they are of models of
-Qwen2.5's shapes with random ones, and of a tokenizer that learns from this repository's own text.
+Results are held to the CPU's on tiny models, times are of a model with random weights.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from cached_rag import Engine, wrap_model
-from cached_rag.backends.machine import fastest_dtype
+from cached_rag import Engine
 from cached_rag.config import GenerationConfig
 from cached_rag.evaluation.timing import (
     NEW_PROMPTS,
@@ -38,36 +34,7 @@ from docs.experiments.serving import bench_serving
 from docs.experiments.traffic import bench_traffic
 
 ROOT = Path(__file__).parents[2]
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "7b": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
-}
 METHODS = ("auto", "anchorflow:recompute_ratio=0.3", "fast", "reuse")
-_VOCABULARY = {"tiny": 4096}
-_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +42,7 @@ class Sizes:
     """How long prompts are.
 
     Attributes:
-        chunks: of the short and of the long prompts.
+        chunks: how many the short and the long prompts have.
         shared_tokens: what prompts of `relay` begin with.
     """
 
@@ -97,6 +64,8 @@ class WholeRow:
     """Whole answers of one method; medians.
 
     Attributes:
+        ttft_ms, total_ms: milliseconds to the first token, and to the last.
+        token_ms: milliseconds of each later token.
         speedup: transformers' `total_ms` over this one.
     """
 
@@ -106,38 +75,6 @@ class WholeRow:
     total_ms: float
     token_ms: float
     speedup: float
-
-
-def own_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of this repository's documents and code."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    files = [*ROOT.glob("docs/*.md"), *ROOT.glob("cached_rag/**/*.py")]
-    trainer = trainers.BpeTrainer(
-        vocab_size=4000,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<|im_start|>", "<|im_end|>"],
-        show_progress=False,
-    )
-    tokenizer.train([str(file) for file in sorted(files)], trainer)
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
-    made.chat_template = _TEMPLATE
-    return made
-
-
-def random_model(shape: str, device: str) -> LanguageModel:
-    """A model of random weights, made on the device it runs on."""
-    config = AutoConfig.for_model(
-        "qwen2",
-        vocab_size=_VOCABULARY.get(shape, 152064),
-        max_position_embeddings=32768,
-        **SHAPES[shape],
-    )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=fastest_dtype(device))
-    return wrap_model(model, own_tokenizer(), name=shape, revision=shape)
 
 
 def first_tokens(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[Any]]:
@@ -222,7 +159,10 @@ def relay(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[Any]]:
 
 
 def batches(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[Any]]:
-    """Clients that ask at the same time, each over chunks drawn from a few that all share."""
+    """Clients that ask at the same time, each over chunks drawn from a few that all share.
+
+    A table a method, so that none is lost with the next; its speed-up is over its own one client.
+    """
     with Engine(model, NEW_PROMPTS) as engine:
         per_prompt = sizes.chunks[0]
         texts = make_texts(engine, *[sizes.chunk_tokens] * (2 * per_prompt))

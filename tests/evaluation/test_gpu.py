@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from docs.experiments.__main__ import app
-from docs.experiments.gpu import PARTS, SMALL, random_model, run_apart
+from docs.experiments.gpu import PARTS, SMALL, run_apart
+from docs.experiments.random_model import random_model
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -32,7 +32,8 @@ def gpu(
     """Results held to the CPU's, and times of a model with random weights: on any machine."""
     from cached_rag.backends.machine import best_device, check_device
     from cached_rag.evaluation.machine import machine
-    from docs.experiments.gpu import EQUALITY, PARTS, SHAPES, SMALL, Sizes, random_model, run_apart
+    from docs.experiments.gpu import EQUALITY, PARTS, SMALL, Sizes, run_apart
+    from docs.experiments.random_model import SHAPES, random_model
 
     chosen = parts or [EQUALITY, *PARTS]
     if unknown := set(chosen) - {EQUALITY, *PARTS}:
