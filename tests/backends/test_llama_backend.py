@@ -27,9 +27,9 @@ from cached_rag.backends.base import StepInput
 from cached_rag.backends.llama_cpp import api, loading
 from cached_rag.backends.llama_cpp import context as context_module
 from cached_rag.backends.llama_cpp import model as backend_module
+from cached_rag.backends.llama_cpp.assembly import neighbours
 from cached_rag.backends.llama_cpp.context import MAX_SEQUENCES, Work
 from cached_rag.backends.llama_cpp.loading import FileOutline, load_llama_cpp
-from cached_rag.backends.llama_cpp.model import neighbours
 from cached_rag.backends.llama_cpp.state_format import Cells, Dims, Section, StateFormat
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.transformers.loading import load_model
@@ -335,20 +335,6 @@ def test_exact_methods_answer_as_generate_does(model, path, method):
             assert list(found.token_ids) == expected[0, ids.shape[1] :].tolist()
 
 
-def test_auto_chooses_by_words_and_says_so(model):
-    with Engine(model, StoreConfig(**NEW)) as engine:
-        long = [" ".join([chunk] * 5) for chunk in CHUNKS]
-        engine.encode(long, context=None)
-        report = engine.generate(ask(*long), max_tokens=2).report
-        assert report.method == "epic:anchor_tokens=8+lexical"
-        fast = engine.generate(ask(*long), method="fast", max_tokens=2).report
-        assert fast.method == "epic:anchor_tokens=8+lexical:recompute_ratio=0.03"
-        anchors = engine.generate(ask(*long), method="epic:anchor_tokens=8", max_tokens=2).report
-        assert anchors.recomputed_tokens < fast.recomputed_tokens < report.recomputed_tokens
-        assert 0 < report.recomputed_tokens < report.cached_tokens
-        assert any("cannot be watched" in note for note in report.notes)
-
-
 def test_chunks_are_found_again_after_a_restart_and_tenants_share_nothing(model, tmp_path):
     store = StoreConfig(str(tmp_path), **NEW)
     with Engine(model, store) as engine:
@@ -411,9 +397,8 @@ def test_prompts_that_are_over_take_no_cells(model):
 def test_what_it_cannot_do_is_refused_by_name(model, path, tmp_path):
     with Engine(model, StoreConfig(**NEW)) as engine:
         engine.encode(CHUNKS, context=None)
-        for method in ("cacheblend", "anchorflow", "infoflow"):
-            with pytest.raises(ModelError, match=r"llama\.cpp does not show"):
-                engine.generate(ask(*CHUNKS), method=method, max_tokens=2)
+        with pytest.raises(ModelError, match=r"llama\.cpp does not show"):
+            engine.generate(ask(*CHUNKS), method="cacheblend", max_tokens=2)
     for options, message in (
         ({"backend": "llama"}, "not one of transformers, llama.cpp"),
         ({"backend": "llama.cpp", "weights": "int4"}, "weights='int4'"),
@@ -434,7 +419,7 @@ def test_the_command_line_has_it(path):
     command = ["doctor", "--model", path, "--backend", "llama.cpp", "--json"]
     found = json.loads(CliRunner().invoke(app, command).stdout)
     assert found["layers"].startswith("llama.cpp")
-    assert found["attention"] == "the model's own"
+    assert found["attention"] == "scattered rows"
     assert all(test["passed"] for test in found["self_test"])
 
 
@@ -472,8 +457,7 @@ def test_an_index_remembers_what_runs_its_model_and_says_where_another_does(path
     with opened() as rag:
         assert rag.ask("Why is copper green?", max_tokens=1).report.modules_hit == 1
         kind = type(rag.engine.model)
-    # Said at each loading, and nothing else.
-    assert ["cannot be watched" in text for text in caplog.messages] == [True, True]
+    assert not caplog.messages
     with opened(backend="transformers", dtype="float32") as rag:
         assert rag.ask("Why is copper green?", max_tokens=1).report.modules_missed == 1
         assert type(rag.engine.model) is not kind

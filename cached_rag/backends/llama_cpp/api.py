@@ -21,6 +21,7 @@ from ctypes import (
     c_float,
     c_int8,
     c_int32,
+    c_int64,
     c_size_t,
     c_uint32,
     c_uint64,
@@ -196,6 +197,10 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_batch_get_one": (BatchStruct, (POINTER(c_int32), c_int32)),
     "llama_decode": (c_int32, (_HANDLE, BatchStruct)),
     "llama_get_logits_ith": (POINTER(c_float), (_HANDLE, c_int32)),
+    "ggml_get_name": (c_char_p, (_HANDLE,)),
+    "ggml_nbytes": (c_size_t, (_HANDLE,)),
+    "ggml_nelements": (c_int64, (_HANDLE,)),
+    "ggml_backend_tensor_get": (None, (_HANDLE, c_void_p, c_size_t, c_size_t)),
 }
 
 

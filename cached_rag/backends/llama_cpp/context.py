@@ -21,12 +21,13 @@ import torch
 
 from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.state_format import Part, StateFormat
+from cached_rag.backends.llama_cpp.watch import Watch
 from cached_rag.errors import ModelError
 from cached_rag.kv.layers import KVShapes, LayerShape, stacks_of
 
 # Sequences at the same time: running answers, and two that a prefill needs for itself. Memory for
 # what recurrent layers keep is reserved for each.
-MAX_SEQUENCES, MAX_RECURRENT = 64, 8
+MAX_SEQUENCES, MAX_RECURRENT = 160, 8
 # Tokens whose KV goes in or out at once: as a state it is in memory once more meanwhile.
 _PIECE = 512
 # Tokens that one call of llama.cpp gets.
@@ -106,6 +107,7 @@ class LlamaContext:
         self.sees_distance = has_alibi or bool(self.window)
         self.max_sequences = MAX_RECURRENT if self.is_recurrent else MAX_SEQUENCES
         self.format: StateFormat | None = None
+        self.watch = Watch(library)
 
     @property
     def is_recurrent(self) -> bool:
@@ -137,6 +139,7 @@ class LlamaContext:
         params.n_outputs_max_per_seq = _LOGITS
         params.n_outputs_max = _MOST_LOGITS
         params.flash_attn_type, params.kv_unified = 1, True
+        params.cb_eval = self.watch.callback
         self._handle = self._c.llama_init_from_model(self._model, params)
         if not self._handle:
             nbytes = size * self.bytes_per_token
@@ -191,14 +194,32 @@ class LlamaContext:
             del self._held[sequence]
             self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
-    def cut(self, sequence: int, begin: int, tokens: int) -> None:
+    def cut(self, sequence: int, begin: int, tokens: int, end: int = -1) -> None:
         """Drop the tokens of a sequence from a position on.
 
         Args:
             tokens: how many they are.
+            end: the position behind the last of them; -1 for all.
         """
-        self._c.llama_memory_seq_rm(self._memory, sequence, begin, -1)
+        self._c.llama_memory_seq_rm(self._memory, sequence, begin, end)
         self._held[sequence] -= tokens
+
+    def branch(self, sequence: int, end: int) -> int:
+        """A new sequence that has another one's tokens before a position."""
+        number = self.open()
+        self.take(sequence, number, 0, end)
+        return number
+
+    def graft(self, branch: int, sequence: int, begin: int, end: int, replaced: int) -> None:
+        """Let a sequence have a branch's tokens at some positions, not its own; drop the branch.
+
+        Args:
+            replaced: how many tokens it had there.
+        """
+        self._c.llama_memory_seq_rm(self._memory, sequence, begin, end)
+        self.take(branch, sequence, begin, end)
+        self._held[sequence] += end - begin - replaced
+        self.drop(branch)
 
     def take(self, source: int, target: int, begin: int, end: int) -> None:
         """Let a sequence have another one's tokens at positions `begin` to `end` (exclusive)."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import re
 import weakref
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,12 +25,15 @@ from transformers import TokenizersBackend
 from transformers.modeling_gguf_pytorch_utils import read_field
 
 from cached_rag.backends.llama_cpp import api
+from cached_rag.backends.llama_cpp.assembly import assembled
 from cached_rag.backends.llama_cpp.context import LlamaContext, Work
-from cached_rag.backends.llama_cpp.model import LlamaCppModel, Prompt
+from cached_rag.backends.llama_cpp.model import LlamaCppModel
 from cached_rag.backends.llama_cpp.state_format import Dims, StateFormat
+from cached_rag.backends.llama_cpp.watch import Attention
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes
 from cached_rag.backends.resolve import ModelSource, made, resolve
 from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
+from cached_rag.backends.transformers.kernels import Chunks, Scoring
 from cached_rag.backends.untrusted import BoundedReader, judged
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv import fingerprint
@@ -52,6 +56,7 @@ _TEXTS = (
 _WHOLE = "whole.gguf"
 # llama.cpp's base where a file has none, also of layers with a sliding window.
 _BASE = 10_000.0
+_SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 Frequencies = list[tuple[float, ...]]
 # YaRN's turns within the original context (`_yarn_share`), unless a file has others.
@@ -139,6 +144,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
             weights_bytes=library.llama_model_size(handle),
             about=f"llama.cpp ({api.PACKAGE} {api.BUILD})",
             token_price=_GPU_PRICE if on_gpu else _CPU_PRICE,
+            attention=watched(context, facts, ids),
         )
     except BaseException:
         _release(library, context, handle)
@@ -264,6 +270,9 @@ class KVFacts:
         dims: what states do not say of their rows.
         frequencies: rotary ones that the file may mean.
         has_alibi: its scores depend on distance.
+        scales: of attention's scores that it may mean; None for 1 / sqrt(head_dim).
+        softcap: bound of the scores; 0 for none.
+        sinks: by layer, one more score of each head.
         least_cells: with fewer cells llama.cpp would rotate otherwise (longrope).
     """
 
@@ -271,6 +280,9 @@ class KVFacts:
     dims: Dims
     frequencies: Frequencies
     has_alibi: bool
+    scales: tuple[float | None, ...]
+    softcap: float
+    sinks: dict[int, torch.Tensor]
     least_cells: int
 
     @classmethod
@@ -289,8 +301,20 @@ class KVFacts:
             Dims((width, sliding), rotated if is_latent else 0),
             frequencies_of(reader, width),
             bool(reader.number("attention.max_alibi_bias", 0)),
+            (None, 1.0, reader.number("attention.scale", 1.0)),
+            reader.number("attn_logit_softcapping", 0),
+            {
+                int(found[1]): torch.tensor(tensor.data)
+                for tensor in reader.tensors
+                if (found := _SINKS.fullmatch(tensor.name))
+            },
             int(original) + 1 if is_long else 0,
         )
+
+    def ways(self, layer: int) -> list[Scoring]:
+        """How a layer may score the keys that a row sees, without its window."""
+        sinks, softcap = self.sinks.get(layer), self.softcap or None
+        return [Scoring(scale, None, softcap, sinks) for scale in dict.fromkeys(self.scales)]
 
 
 def frequencies_of(reader: FileOutline, head_dim: int) -> Frequencies:
@@ -376,6 +400,26 @@ def examined(context: LlamaContext, facts: KVFacts, ids: list[int]) -> PositionR
     return _rule(trial, facts, here)
 
 
+def watched(context: LlamaContext, facts: KVFacts, ids: list[int]) -> Attention | None:
+    """How a model's attention is watched; None if it is not what this library takes it for.
+
+    Args:
+        ids: some tokens (`probe_ids`).
+    """
+    if context.format is None or facts.dims.latent:
+        return None
+    buffer = KVBuffer.like(context.shapes, len(ids))
+    count = context.shapes.num_layers
+    with context.opened() as own, context.watch.over(range(count), outputs=True) as found:
+        context.compute([Work(own, ids, 0)])
+        context.read(own, 0, (buffer.keys[:, 0], buffer.values[:, 0]))
+    ways = [facts.ways(layer) for layer in range(count)]
+    window = Chunks(context.window) if facts.architecture == "llama4" else context.window
+    sections = context.format.sections  # the second one, if there is one, has a window
+    windows = [window if n else None for n, one in enumerate(sections) for _ in range(one.layers)]
+    return Attention.of(context.watch, found, buffer, ways, windows)
+
+
 class _Trial:
     """Some tokens, computed in a few pieces: where they are cut changes the rounding.
 
@@ -428,9 +472,9 @@ class _Trial:
         slots = [*range(first, second), *range(last, len(self.ids))]
 
         def logits(keys: Layered, values: Layered) -> torch.Tensor:
-            prompt = Prompt(KVBuffer(keys, values), 0, self.ids, slots)
+            buffer = KVBuffer(keys, values)
             with self.context.opened() as own:
-                return prompt.compose(self.context, own, 1)[0]
+                return assembled(self.context, own, buffer, self.ids, slots, 1)[0]
 
         def flipped(side: Layered) -> Layered:
             return each(side, lambda stack: stack.flip(3))

@@ -1,12 +1,9 @@
 """A GGUF that llama.cpp runs, as a backend: the engine's KV goes in, tokens are computed, KV out.
 
-llama.cpp appends tokens to sequences and does nothing else. So a prompt is put together from its
-first token to its last, run by run: KV from the buffer up to the next gap, the gap's tokens
-computed, and so on. Each computed token then sees exactly what stands before it. The answer goes on
-in the same sequence.
-
-All KV is in the engine's buffers; what is in the context is a copy. So a prompt can leave the
-context at any time, and is put in anew when it goes on. Knows KV; knows no text.
+A prompt is put together in a sequence of its own (`assembly.py`), and its answer goes on there. All
+KV is in the engine's buffers; what is in the context is a copy. So a
+prompt can leave the context at any time, and is put in anew when it goes on. Knows KV; knows no
+text.
 """
 
 from __future__ import annotations
@@ -21,9 +18,10 @@ from typing import Any, TypeVar
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
+from cached_rag.backends.llama_cpp.assembly import Assembly, assembled, calls, neighbours
 from cached_rag.backends.llama_cpp.context import FullError, LlamaContext, Work
 from cached_rag.backends.llama_cpp.residents import Owner, Residents, SequenceState
-from cached_rag.backends.llama_cpp.state_format import Part
+from cached_rag.backends.llama_cpp.watch import Attention
 from cached_rag.backends.machine import free_bytes
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
@@ -33,75 +31,9 @@ from cached_rag.kv.rows import RowKV
 from cached_rag.methods import spelled
 from cached_rag.methods.base import Layout, QuestionSelector, Selector
 
-Run = tuple[int, int]  # begin and end (exclusive) of neighbouring slots
 # A context is made larger by one part in so many than is needed at once.
 _SLACK = 4
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt of a batch, and which of its tokens are computed.
-
-    Attributes:
-        buffer: has the KV of the others, and gets that of the computed ones.
-        row: which prompt of the buffer it is.
-        ids: of all its tokens.
-        slots: of the tokens to compute, ascending. What follows the last of them is left out.
-    """
-
-    buffer: KVBuffer
-    row: int
-    ids: Sequence[int]
-    slots: Sequence[int]
-
-    @property
-    def length(self) -> int:
-        """How many slots it has in the sequence in the end."""
-        return self.slots[-1] + 1
-
-    def compose(self, context: LlamaContext, sequence: int, num_logits: int) -> torch.Tensor:
-        """Fill an empty sequence, and write the KV of the computed tokens to the buffer.
-
-        Returns:
-            (num_logits, vocab_size) logits of the last tokens.
-
-        Raises:
-            FullError: the context has too few free cells.
-        """
-        context.require(self.length)
-        positions = [self.buffer.position(slot) for slot in range(self.length)]
-        done, left, found = 0, len(self.slots), []
-        for begin, end in neighbours(self.slots, positions):
-            if done < begin:
-                context.put(sequence, positions[done:begin], self._room(done, begin))
-            if begin and (gap := positions[begin] - positions[begin - 1] - 1):
-                context.relabel(sequence, gap)
-            left -= end - begin
-            wanted = min(end - begin, max(0, num_logits - left))
-            work = Work(sequence, self.ids[begin:end], positions[begin], wanted)
-            found.append(context.compute([work]))
-            context.read(sequence, positions[begin], self._room(begin, end))
-            done = end
-        return torch.cat(found)
-
-    def _room(self, begin: int, end: int) -> Part:
-        """Views of some slots' keys and values."""
-        at = (slice(None), self.row, slice(None), slice(begin, end))
-        return self.buffer.keys[at], self.buffer.values[at]
-
-
-def neighbours(slots: Sequence[int], positions: Sequence[int]) -> list[Run]:
-    """Ascending slots as runs without gaps, neither of slots nor of positions.
-
-    Args:
-        positions: of all slots, from the first.
-    """
-    runs: list[Run] = []
-    for slot in slots:
-        follows = bool(runs) and runs[-1][1] == slot and positions[slot] == positions[slot - 1] + 1
-        runs[-1:] = [(runs[-1][0], slot + 1)] if follows else [*runs[-1:], (slot, slot + 1)]
-    return runs
 
 
 @dataclass(frozen=True)
@@ -110,6 +42,7 @@ class LlamaCppModel:
 
     Attributes:
         about: what runs it.
+        attention: what watches it; None if that is not possible.
         The others: see `Backend`.
     """
 
@@ -123,12 +56,13 @@ class LlamaCppModel:
     weights_bytes: int
     about: str
     token_price: float
+    attention: Attention | None
     residents: Residents = field(init=False, compare=False, repr=False)
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
 
     # The same for every model, so no fields.
     repetition_penalty = 1.0
-    can_watch = can_share = False
+    can_share = False
     composer = None
     can_batch = True
 
@@ -144,6 +78,11 @@ class LlamaCppModel:
     def keeps_states(self) -> bool:
         """See `Backend`. So it is where the KV of single tokens is not taken out of a state."""
         return self.context.format is None
+
+    @property
+    def can_watch(self) -> bool:
+        """See `Backend`."""
+        return self.attention is not None
 
     @property
     def can_append(self) -> bool:
@@ -196,13 +135,13 @@ class LlamaCppModel:
         method: Selector,
         ready: Callable[[int], object] | None = None,
     ) -> Prefilled:
-        """See `Backend`.
+        """See `Backend`. Tokens of one chunk that are computed in one call do not see each other's.
 
         Raises:
-            ModelError: the method watches layers, or moves what it does not compute.
+            ModelError: the method chooses layer by layer, or watches attention that is not shown.
         """
-        asks = isinstance(method, QuestionSelector) and method.observed_layers(layout)
-        if asks or method.check_layers(layout) or method.transfers_drift:
+        asks = isinstance(method, QuestionSelector) and bool(method.observed_layers(layout))
+        if method.check_layers(layout) or (asks and not self.can_watch):
             raise ModelError(
                 f"{spelled(method)} looks into the model's layers, and llama.cpp does not show "
                 'them; use auto, epic, lexical, reuse, prefix or full, or backend="transformers"'
@@ -210,7 +149,55 @@ class LlamaCppModel:
         if ready is not None:
             for layer in range(self.shapes.num_layers):
                 ready(layer)
-        return self.prefill(buffer, token_ids, method.first_rows(layout).nonzero().squeeze(1))
+        self.residents.remove(buffer)
+        ids: list[int] = token_ids[0].tolist()
+
+        def compute() -> Prefilled:
+            rows, asked = method.first_rows(layout), 0
+            if isinstance(method, QuestionSelector) and asks:
+                rows = rows | self._ask(buffer, ids, layout, method)
+                asked = len(ids) - layout.question
+            slots = rows.nonzero().squeeze(1)
+            with self._sequence() as own:
+                logits = self._repair(own, buffer, ids, layout, slots, method)
+                self.residents.add(buffer, own, len(ids))
+            return Prefilled(logits[None], (asked + len(slots)) * self.shapes.num_layers, slots)
+
+        return self._retried(compute)
+
+    def _ask(
+        self, buffer: KVBuffer, ids: list[int], layout: Layout, method: QuestionSelector
+    ) -> torch.Tensor:
+        """(seq_len,) bool: what the question chooses, over the KV that the buffer has.
+
+        Other tokens without KV are left out. Most are what joins two chunks.
+        """
+        assert self.attention is not None
+        with self._sequence() as own, self.attention.watched(method, layout) as scores:
+            asking = Assembly(self.context, own, buffer, ids, layout.fresh)
+            asking.append((layout.question, len(ids)))
+        return method.choose(scores(buffer), layout)
+
+    def _repair(
+        self,
+        sequence: int,
+        buffer: KVBuffer,
+        ids: list[int],
+        layout: Layout,
+        slots: torch.Tensor,
+        method: Selector,
+    ) -> torch.Tensor:
+        """Put a prompt together in a sequence; (1, vocab_size) logits after its last token."""
+        self.context.require(len(ids) + len(slots))
+        assembly = Assembly(self.context, sequence, buffer, ids, layout.fresh)
+        positions = [buffer.position(slot) for slot in range(len(ids))]
+        *others, last = calls(neighbours(slots.tolist(), positions), layout)
+        for call in others:
+            if call.chunk is None:
+                assembly.append(call.runs[0])
+            else:
+                assembly.repair(call, moves=method.transfers_drift)
+        return assembly.append(last.runs[0], 1)
 
     def choose(self, *_: object, **__: object) -> Chosen | None:
         """See `Backend`: never, as pieces of a repair would have to be appended."""
@@ -245,13 +232,14 @@ class LlamaCppModel:
     ) -> torch.Tensor:
         """Compute one prompt's tokens at `slots`, and write their KV to the buffer."""
         self.residents.remove(buffer)
-        prompt = Prompt(buffer, row, ids, slots)
+        end = slots[-1] + 1
 
         def compute() -> torch.Tensor:
+            self.context.require(end)
             with self._sequence() as own:
-                logits = prompt.compose(self.context, own, num_logits)
+                logits = assembled(self.context, own, buffer, ids[:end], slots, num_logits, row)
                 if buffer.batch == 1:
-                    self.residents.add(buffer, own, prompt.length)
+                    self.residents.add(buffer, own, end)
                 return logits
 
         return self._retried(compute)
