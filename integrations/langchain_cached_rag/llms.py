@@ -21,15 +21,13 @@ _OF_A_CALL = {*CALL_SETTINGS, "top_logprobs"}
 class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of arguments
     """A local model that completes strings and does not prefill text again whose KV it holds.
 
-    `batch` is one call: the prompts' tokens are computed together.
+    `batch` is one call: the prompts' tokens are computed together. An instruction-tuned model wants
+    its chat template: `ChatCachedRAG` takes strings, too, and `| StrOutputParser()` gives strings.
 
     Example:
         llm = CachedRAGLLM(model="HuggingFaceTB/SmolLM2-135M", store="kv", max_tokens=32)
         (PromptTemplate.from_template("{context}\\n\\nQ: {question}\\nA:") | llm).invoke(...)
     """
-
-    as_chat: bool = False
-    """Give each string to an instruction-tuned model as one user message, in its chat template."""
 
     if TYPE_CHECKING:  # most fields are made while this is imported
 
@@ -44,16 +42,14 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {**super()._identifying_params, "as_chat": self.as_chat, **self._further}
+        return {**super()._identifying_params, **self._further}
 
     def _prompt(self, value: Any) -> Prompt:
-        text = value if isinstance(value, str) else value.to_string()
-        return [{"role": "user", "content": text}] if self.as_chat else text
+        return value if isinstance(value, str) else value.to_string()
 
     def _asked(self, text: str) -> Prompt | SchemaPrompt:
         """What a string stands for: a schema's prompt, if a template has just made it from one."""
-        received = None if self.as_chat else SchemaPrompt.receive(text)
-        return received or self._prompt(text)
+        return SchemaPrompt.receive(text) or text
 
     def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
         """As `BaseLLM.generate`; a call's settings count as this model's own in response caches."""

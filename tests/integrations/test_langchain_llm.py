@@ -109,19 +109,15 @@ def test_a_result_carries_usage_and_report(llm):
     assert counts["input_tokens"] == sum(i["usage_metadata"]["input_tokens"] for i in infos)
 
 
-def test_a_prompt_is_completed_as_it_is_or_as_a_chat(llm):
+def test_a_prompt_is_completed_as_it_is(llm):
     bare = llm.generate([PROMPTS[0]]).generations[0][0].generation_info["usage_metadata"]
     assert bare["input_tokens"] == len(llm.get_token_ids(PROMPTS[0]))
-    chat = CachedRAGLLM(engine=llm.engine, max_tokens=8, as_chat=True)
-    prompt = [{"role": "user", "content": PROMPTS[0]}]
-    assert chat.invoke(PROMPTS[0]) == llm.engine.generate(prompt, max_tokens=8).text
-    assert chat._get_ls_params()["ls_model_name"] == "llama"
-    assert chat._identifying_params != llm._identifying_params
+    assert llm.invoke(PROMPTS[0]) == llm.engine.generate(PROMPTS[0], max_tokens=8).text
+    assert llm._get_ls_params()["ls_model_name"] == "llama"
 
 
-@pytest.mark.parametrize("as_chat", [False, True])
-def test_texts_encoded_for_a_prompt_stand_behind_its_head(llm, as_chat):
-    llm = CachedRAGLLM(engine=llm.engine, max_tokens=2, as_chat=as_chat, method="prefix")
+def test_texts_encoded_for_a_prompt_stand_behind_its_head(llm):
+    llm = CachedRAGLLM(engine=llm.engine, max_tokens=2, method="prefix")
     llm.encode(CHUNKS, prompt=TEMPLATE)
     value = TEMPLATE.format(context=CHUNKS[2], question="Why?")
     result = llm.generate([value]).generations[0][0].generation_info["cached_rag"]
