@@ -269,9 +269,11 @@ def test_more_logits_than_one_call_gives_are_all_there(model):
 
 def test_a_step_of_more_rows_than_sequences(model):
     ids = random_ids(12)
-    rows = [RowKV(prefilled(model, ids[: n % 12 + 1])[0], n % 12 + 1) for n in range(70)]
+    rows = [
+        RowKV(prefilled(model, ids[: n % 12 + 1])[0], n % 12 + 1) for n in range(MAX_SEQUENCES + 6)
+    ]
     logits = model.step([StepInput(row, [7]) for row in rows])
-    assert logits.shape == (70, model.vocab_size)
+    assert logits.shape == (MAX_SEQUENCES + 6, model.vocab_size)
     torch.testing.assert_close(logits[:12], logits[12:24], **CLOSE)
     assert [row.length for row in rows[:3]] == [2, 3, 4]
 

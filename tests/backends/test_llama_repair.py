@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.row_cache import Drift
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import stacks_of
 from cached_rag.methods import A3, AnchorFlow, Epic, InfoFlow, Layout
 from cached_rag.methods.base import Selector
 
@@ -27,6 +28,7 @@ CLOSE = {"atol": 2e-2, "rtol": 2e-3}
 LENGTH, QUESTION = 80, 70
 CHUNK, OTHER = (4, 40), (41, 70)
 WATCHED = ("gemma2", "gemma3", "gemma3n", "gemma4", "gpt-oss", "llama4")
+UNWATCHED = ("deepseek2", "bloom")  # latent attention, ALiBi
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +73,12 @@ def copied(buffer):
 
 
 def assert_same_kv(one, other, slots):
+    """Rounding to fp16 on other ways through a layer leaves a percent; other tokens' KV 100."""
+    at = (slice(None), 0, slice(None), list(slots))
     for side in ("keys", "values"):
-        mine, its = (getattr(buffer, side)[:, 0, :, slots].float() for buffer in (one, other))
-        torch.testing.assert_close(mine, its, **CLOSE)
+        stacks = (stacks_of(getattr(buffer, side)[at]) for buffer in (one, other))
+        for mine, its in zip(*stacks, strict=True):
+            assert (mine.float() - its.float()).norm() <= 0.02 * its.float().norm()
 
 
 # Calls ---------------------------------------------------------------------------------------
@@ -105,12 +110,16 @@ def test_a_chunk_of_many_runs_takes_more_than_one_call():
 # Repair --------------------------------------------------------------------------------------
 
 
-def test_a_run_sees_what_was_computed_before_its_call(model):
+@pytest.mark.parametrize("name", ["llama", *WATCHED, *UNWATCHED])
+def test_a_run_sees_what_was_computed_before_its_call(tmp_path, path, name):
     """One run a call is what a prefill of these tokens is, each over the stored KV before it."""
+    tiny = path if name == "llama" else write_architecture(tmp_path / "tiny.gguf", name)
+    model = load_llama_cpp(str(tiny), threads=1)
     ids, slots = torch.tensor([random_ids(LENGTH)]), [*range(6), 40, *range(41, 48)]
-    one, other = stale(model), None
+    one = stale(model)
     other = copied(one)
-    found = model.repair(one, ids, layout_of(CHUNK, OTHER), Chosen(slots))
+    layout = layout_of(CHUNK, OTHER, layers=model.shapes.num_layers)
+    found = model.repair(one, ids, layout, Chosen(slots))
     rows = torch.tensor(sorted({*slots, *range(QUESTION, LENGTH)}))
     expected = model.prefill(other, ids, rows)
     torch.testing.assert_close(found.logits, expected.logits, **CLOSE)
@@ -121,7 +130,7 @@ def test_a_run_sees_what_was_computed_before_its_call(model):
 def test_runs_of_one_call_see_each_others_stored_kv(model):
     ids, runs = torch.tensor([random_ids(LENGTH)]), [(10, 13), (20, 21), (30, 34)]
     layout = layout_of(CHUNK, OTHER, fresh=range(QUESTION, LENGTH))
-    stored, found = stale(model), None
+    stored = stale(model)
     found = copied(stored)
     model.repair(found, ids, layout, Chosen([n for run in runs for n in range(*run)]))
     for begin, end in runs:
@@ -144,7 +153,7 @@ def test_the_answer_goes_on_over_what_was_repaired(model):
 
 def test_a_chunks_other_tokens_move_as_those_that_are_computed(model):
     ids, chosen = torch.tensor([random_ids(LENGTH)]), [4, 5, 6, 7, 20, 21, 33]
-    stored, found = stale(model), None
+    stored = stale(model)
     found = copied(stored)
     done = model.repair(found, ids, layout_of(CHUNK, OTHER), Chosen(chosen, transfers_drift=True))
     expected, rows = copied(stored), Rows(torch.tensor(chosen), LENGTH)
@@ -191,49 +200,57 @@ def test_scattered_tokens_and_the_question_may_stand_behind_gaps(model):
 # Attention -----------------------------------------------------------------------------------
 
 
-class Weights(A3):
-    """Its scores are the mean weights of one of the question's tokens."""
+@dataclass(frozen=True)
+class Seen(A3):
+    """Keeps the weights and the scores that it is shown, and chooses nothing."""
 
-    layer, token = 0, 0
+    layer: int = 0
+    weights: list[torch.Tensor] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
 
     def observed_layers(self, layout):
         return (self.layer,)
 
     def score(self, weights):
-        return weights[self.token]
+        self.weights.append(weights)
+        return weights.sum(dim=0)
+
+    def choose(self, scores, layout):
+        self.scores.append(scores)
+        return layout.fresh
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_weights_are_those_of_the_model_in_transformers(model, path, layer):
+@pytest.mark.parametrize(("length", "question"), [(80, 70), (700, 100)])  # 512 are computed at once
+def test_weights_are_those_of_the_model_in_transformers(model, path, layer, length, question):
     network = AutoModelForCausalLM.from_pretrained(
         Path(path).parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
     )
-    ids = torch.tensor([random_ids(LENGTH)])
+    ids = torch.tensor([random_ids(length)])
     expected = network(ids, output_attentions=True).attentions[layer][0].mean(dim=0)
-    buffer = KVBuffer.like(model.shapes, LENGTH)
+    buffer = KVBuffer.like(model.shapes, length)
     model.prefill(buffer, ids)
-    layout = layout_of(CHUNK, OTHER, fresh=range(QUESTION, LENGTH))
-    seen = []
-    for token in range(LENGTH - QUESTION):
-        method = Weights()
-        object.__setattr__(method, "layer", layer)
-        object.__setattr__(method, "token", token)
-        object.__setattr__(method, "choose", lambda scores, _: seen.append(scores) or layout.fresh)
-        model.repair(copied(buffer), ids, layout, method)
-    found = torch.cat(seen)
-    assert found.shape == (LENGTH - QUESTION, LENGTH)
-    torch.testing.assert_close(found, expected[QUESTION:], atol=4e-3, rtol=1e-2)
+    fresh = torch.arange(length) >= question
+    layout = Layout(fresh, torch.zeros(length, dtype=torch.bool), ((0, question),), LAYERS)
+    method = Seen(layer=layer)
+    model.repair(buffer, ids, layout, method)
+    assert method.weights[0].shape == (length - question, length)
+
+    def moved(rows):
+        """The mean share of attention that lies elsewhere."""
+        return (method.weights[0] - rows).abs().sum(dim=1).mean() / 2
+
+    assert moved(expected[question:]) < 0.02
+    assert moved(expected[question - 1 : -1]) > 0.2  # control: the rows before
 
 
 def test_tokens_without_kv_are_left_out_of_the_weights(model):
-    ids, layout, seen = torch.tensor([random_ids(LENGTH)]), layout_of(CHUNK, OTHER), []
-    method = InfoFlow(0.2)
-    object.__setattr__(method, "choose", lambda scores, _: seen.append(scores) or layout.fresh)
+    ids, layout, method = torch.tensor([random_ids(LENGTH)]), layout_of(CHUNK, OTHER), Seen()
     model.repair(stale(model), ids, layout, method)
     missing = layout.fresh.clone()
     missing[QUESTION:] = False
-    assert not seen[0][:, missing].any()
-    assert seen[0][:, ~missing].any()
+    assert not method.scores[0][:, missing].any()
+    assert method.scores[0][:, ~missing].any()
 
 
 @pytest.mark.parametrize("name", WATCHED)
@@ -247,7 +264,7 @@ def test_windows_sinks_and_bounded_scores_are_watched(tmp_path, name):
     assert len(found.rows) > int(layout.fresh.sum()) + 16
 
 
-@pytest.mark.parametrize("name", ["deepseek2", "bloom"])
+@pytest.mark.parametrize("name", UNWATCHED)
 def test_what_is_not_explained_is_not_watched(tmp_path, name):
     model = load_llama_cpp(str(write_architecture(tmp_path / "tiny.gguf", name)), threads=1)
     assert not model.can_watch

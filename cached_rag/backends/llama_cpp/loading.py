@@ -414,9 +414,10 @@ def watched(context: LlamaContext, facts: KVFacts, ids: list[int]) -> Attention 
         context.compute([Work(own, ids, 0)])
         context.read(own, 0, (buffer.keys[:, 0], buffer.values[:, 0]))
     ways = [facts.ways(layer) for layer in range(count)]
-    window = Chunks(context.window) if facts.architecture == "llama4" else context.window
-    sections = context.format.sections  # the second one, if there is one, has a window
-    windows = [window if n else None for n, one in enumerate(sections) for _ in range(one.layers)]
+    kind = Chunks if facts.architecture == "llama4" else int
+    second = kind(context.window) if context.window else None
+    sections = enumerate(context.format.sections)  # the second one, if there is one, has a window
+    windows = [second if at else None for at, one in sections for _ in range(one.layers)]
     return Attention.of(context.watch, found, buffer, ways, windows)
 
 

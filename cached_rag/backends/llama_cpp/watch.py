@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ _OUTPUT = "kqv_out-{}"
 _TOLERANCE = 0.02
 _KIND = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
 Kind = tuple[int, bool]  # a layer, and whether it is attention's output or else its queries
-Found = dict[Kind, torch.Tensor]
+Found = dict[Kind, list[torch.Tensor]]
 
 
 class Watch:
@@ -48,27 +49,28 @@ class Watch:
         """Watch nothing yet."""
         self._c = library
         self._wanted: dict[bytes, Kind] = {}
+        self._copies_outputs = False
+        self._query = torch.empty(0)
         self._found: Found = {}
         self._function = _KIND(self._see)  # kept, as llama.cpp has but its address
         self.callback = ctypes.cast(self._function, ctypes.c_void_p)
 
     @contextmanager
     def over(self, layers: Sequence[int], *, outputs: bool = False) -> Iterator[Found]:
-        """Inside this context, queries of some layers are kept, those of the last call.
+        """Inside this context, queries of some layers are kept.
 
         Args:
             outputs: keep what attention makes of them, too.
 
         Returns:
-            (num_elements,) fp32: of (num_tokens, num_heads, head_dim) queries, and of (num_tokens,
-            num_heads, value_dim) outputs. What has another name or dtype is missing.
+            fp32 parts, for llama.cpp computes long texts in several: of (num_tokens, num_heads,
+            head_dim) queries, and of (num_tokens, num_heads, value_dim) outputs. What has another
+            name or dtype is missing.
         """
-        self._found = {}
-        self._wanted = {
-            name.format(layer).encode(): (layer, False) for layer in layers for name in _QUERIES
-        }
-        if outputs:
-            self._wanted |= {_OUTPUT.format(layer).encode(): (layer, True) for layer in layers}
+        self._found, self._copies_outputs = defaultdict(list), outputs
+        self._wanted = {_OUTPUT.format(layer).encode(): (layer, True) for layer in layers}
+        for name in _QUERIES:
+            self._wanted |= {name.format(layer).encode(): (layer, False) for layer in layers}
         try:
             yield self._found
         finally:
@@ -79,12 +81,22 @@ class Watch:
         if not self._wanted:
             return not is_asked
         kind = self._wanted.get(self._c.ggml_get_name(tensor))
-        if kind is None or is_asked:
-            return kind is not None
+        if kind is None:
+            return not is_asked
+        layer, is_output = kind
+        if is_asked:
+            if is_output and len(self._query):  # then no other query of this layer comes
+                self._found[layer, False].append(self._query)
+                self._query = torch.empty(0)
+            return self._copies_outputs or not is_output
         size, count = self._c.ggml_nbytes(tensor), self._c.ggml_nelements(tensor)
         if size == torch.float32.itemsize * count:
-            self._found[kind] = torch.empty(count)
-            self._c.ggml_backend_tensor_get(tensor, self._found[kind].data_ptr(), 0, size)
+            copied = torch.empty(count)
+            self._c.ggml_backend_tensor_get(tensor, copied.data_ptr(), 0, size)
+            if is_output:
+                self._found[kind].append(copied)
+            else:
+                self._query = copied
         return True
 
 
@@ -113,16 +125,16 @@ class Attention:
 
         Args:
             found: queries and outputs of all layers.
-            kv: of the pass's tokens, which were the first of their prompt.
+            kv: of the pass's tokens, the first of their prompt.
             ways: how each of the model's layers may score, without windows.
             windows: of the buffer's layers.
         """
         keys, values = (each(side[:, 0], torch.Tensor.float) for side in (kv.keys, kv.values))
         layers = []
         for layer, how in enumerate(ways):
-            query, output = found.get((layer, False)), found.get((layer, True))
-            if query is None or output is None:
+            if not found[layer, False] or not found[layer, True]:
                 return None
+            query, output = (torch.cat(found[layer, is_output]) for is_output in (False, True))
             tried = [
                 (at, way._replace(window=window))
                 for at, window in enumerate(windows)
@@ -139,7 +151,7 @@ class Attention:
     def watched(
         self, method: QuestionSelector, layout: Layout
     ) -> Iterator[Callable[[KVBuffer], torch.Tensor]]:
-        """Inside this context the question is computed, in one call of llama.cpp.
+        """Inside this context the question is computed, and nothing else.
 
         Returns:
             What gives a method's scores afterwards, (observed_layers, seq_len) fp32, of a buffer
@@ -157,7 +169,7 @@ class Attention:
             for place, layer in zip(every, observed, strict=True):
                 at, how = self.layers[layer]
                 keys = buffer.keys[at][0][:, slots].float()
-                query = found[layer, False].view(count, -1, keys.shape[2])
+                query = torch.cat(found[layer, False]).view(count, -1, keys.shape[2])
                 weights = head_mean(query.transpose(0, 1), keys, rows, how)
                 place[slots] = method.score(weights)
             return every
