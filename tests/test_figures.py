@@ -89,7 +89,6 @@ OLD = {
     ("docs/experiments/quality.md", "3cb6a83"),
     ("docs/models.md", "9128e3c"),
     ("docs/models.md", "928408b"),
-    ("docs/quickstart.md", "ed9fffa"),
     ("docs/reliability.md", "df12900"),
     ("docs/vllm.md", "24648dc"),
 }

@@ -29,8 +29,8 @@ from cached_rag.methods.base import Layout
 
 Run = tuple[int, int]  # begin and end (exclusive) of neighbouring slots
 # Tokens of a call. Behind long prompts, llama.cpp's attention takes half the time for as many
-# tokens as the second number or more; in short prompts it matters little, and more calls are
-# nearer to full prefill (docs/llama_cpp.md).
+# tokens as the second number or more. In short prompts it matters little, and more calls are nearer
+# to full prefill.
 _FEW, _MANY = 12, 64
 _SHORT = 1024
 # Branches of a call, as a share of the sequences that there may be.
