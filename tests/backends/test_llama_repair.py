@@ -14,7 +14,8 @@ from tiny_gguf import LAYERS, write_gguf
 from transformers import AutoModelForCausalLM
 
 from cached_rag import Engine, StoreConfig
-from cached_rag.backends.llama_cpp.assembly import Call, calls
+from cached_rag.backends.llama_cpp.assembly import Assembly, Call, calls
+from cached_rag.backends.llama_cpp.context import FullError
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.row_cache import Drift
@@ -167,6 +168,27 @@ def test_a_chunks_other_tokens_move_as_those_that_are_computed(model):
     assert_same_kv(found, stored, range(*OTHER))
     again = model.prefill(copied(found), ids, torch.arange(QUESTION, LENGTH))
     torch.testing.assert_close(done.logits, again.logits, **CLOSE)
+
+
+def test_what_fails_on_the_way_is_done_again_and_nothing_moves_twice(model, monkeypatch):
+    """As where cells or sequences run out."""
+    ids, layout = torch.tensor([random_ids(LENGTH)]), layout_of(CHUNK, OTHER)
+    method, stored = Chosen([4, 5, 6, 7, 20, 21, 33, 41, 42], transfers_drift=True), stale(model)
+    smooth, found = copied(stored), copied(stored)
+    wanted = model.repair(smooth, ids, layout, method)
+    original, calls_made = Assembly.repair, []
+
+    def failing(self, call, *, moves):
+        original(self, call, moves=moves)
+        calls_made.append(call)
+        if len(calls_made) == 2:
+            raise FullError(model.context.size + 1)
+
+    monkeypatch.setattr(Assembly, "repair", failing)
+    done = model.repair(found, ids, layout, method)
+    assert len(calls_made) == 2 + 3  # both of the first chunk again, and one of the other
+    assert_same_kv(found, smooth, range(QUESTION))
+    torch.testing.assert_close(done.logits, wanted.logits, atol=0.1, rtol=0.05)
 
 
 @pytest.mark.parametrize("transfers_drift", [False, True])
