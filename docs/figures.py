@@ -1,6 +1,6 @@
 """Writes figures into pages: runs the command that stands in a page, and puts its table below it.
 
-    python docs/figures.py speed-0.5b quality-0.5b    # these; in the folder that has the data
+    python docs/figures.py speed-0.5b auto-4k         # these; in the folder that has the data
     python docs/figures.py --draw                     # all tables anew, from what was measured
     python docs/figures.py --list                     # every figure's page, commit and command
 

@@ -1,9 +1,8 @@
 """A GGUF that llama.cpp runs, as a backend: the engine's KV goes in, tokens are computed, KV out.
 
 A prompt is put together in a sequence of its own (`assembly.py`), and its answer goes on there. All
-KV is in the engine's buffers; what is in the context is a copy. So a
-prompt can leave the context at any time, and is put in anew when it goes on. Knows KV; knows no
-text.
+KV is in the engine's buffers; what is in the context is a copy. So a prompt can leave the context
+at any time, and is put in anew when it goes on. Knows KV; knows no text.
 """
 
 from __future__ import annotations
@@ -190,8 +189,7 @@ class LlamaCppModel:
         """Put a prompt together in a sequence; (1, vocab_size) logits after its last token."""
         self.context.require(len(ids) + len(slots))
         assembly = Assembly(self.context, sequence, buffer, ids, layout.fresh)
-        positions = [buffer.position(slot) for slot in range(len(ids))]
-        *others, last = calls(neighbours(slots.tolist(), positions), layout)
+        *others, last = calls(neighbours(slots.tolist(), assembly.positions), layout)
         for call in others:
             if call.chunk is None:
                 assembly.append(call.runs[0])

@@ -30,8 +30,8 @@ from cached_rag.methods.base import Layout, QuestionSelector
 
 _QUERIES = ("Qcur-{}", "Qcur_normed-{}", "Qcur_pos-{}")
 _OUTPUT = "kqv_out-{}"
-# Most that attention may differ from llama.cpp's own, as a share of its size. .001 was seen; wrong
-# keys give about 1.
+# Most that attention may differ from llama.cpp's own, as a share of its size. Up to .001 was seen
+# (three real models); another layer's KV, or another scale, gave .2 or more.
 _TOLERANCE = 0.02
 _KIND = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_bool, ctypes.c_void_p)
 Kind = tuple[int, bool]  # a layer, and whether it is attention's output or else its queries
