@@ -25,7 +25,7 @@ from cached_rag.backends.llama_cpp.watch import Watch
 from cached_rag.errors import ModelError
 from cached_rag.kv.layers import KVShapes, LayerShape, stacks_of
 
-# Sequences at the same time: running answers, and two that a prefill needs for itself. Memory for
+# Sequences at the same time: running answers, and those that a prompt is repaired in. Memory for
 # what recurrent layers keep is reserved for each.
 MAX_SEQUENCES, MAX_RECURRENT = 160, 8
 # Tokens whose KV goes in or out at once: as a state it is in memory once more meanwhile.
@@ -34,8 +34,9 @@ _PIECE = 512
 _BATCH = 2048
 # Most logits that a sequence gives in one call: a token and the drafts behind it.
 _LOGITS = 16
-# Most logits of one call: memory is reserved for them, and a vocabulary has 150,000 entries.
-_MOST_LOGITS = 160
+# Most logits of one call: memory is reserved for them, and a vocabulary has 150,000 entries. With
+# fewer than there may be sequences, llama.cpp ends the process.
+_MOST_LOGITS = MAX_SEQUENCES
 _LEAST_CELLS = 1024
 # (token, position, sequence, whether its logits are wanted).
 _Token = tuple[int, int, int, bool]
