@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from conftest import random_ids, tiny_model, tiny_tokenizer
+from conftest import VOCAB, plain_logits, random_ids, tiny_model, tiny_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from tiny_gguf import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from cached_rag import load_model
 from cached_rag.backends import machine, resolve
 from cached_rag.backends.transformers import loading, packing
+from cached_rag.backends.transformers.complete import DiskEmbedding
 from cached_rag.backends.transformers.gguf import convert, set_attention_scale
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.packing import densify
@@ -366,3 +367,37 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch):
     assert machine.free_bytes("cpu") == 2_000_000 < unbounded
     (tmp_path / "memory.stat").write_text("anon 5\nactive_file 300\ninactive_file 400\n")
     assert machine.free_bytes("cpu") == 2_000_700
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("lean", [True, False])
+def test_embeddings_stay_on_disk_and_are_what_they_are_in_memory(file, monkeypatch, lean):
+    if not lean:
+        monkeypatch.setattr(loading, "lean_model", lambda _: None)
+    disk = load_model(str(file), dtype="float32", device="cpu")
+    monkeypatch.setattr(loading, "leave_on_disk", lambda *_: None)
+    memory = load_model(str(file), dtype="float32", device="cpu")
+    kinds = [type(one.decoder.network.get_input_embeddings()) for one in (disk, memory)]
+    assert kinds == [DiskEmbedding, torch.nn.Embedding]
+    assert isinstance(disk.decoder.model.get_input_embeddings(), DiskEmbedding)
+    ids = torch.tensor([random_ids(40) * 2])
+    found = [one.decoder.network.get_input_embeddings()(ids) for one in (disk, memory)]
+    assert torch.equal(*found)
+    logits = [plain_logits(one, random_ids(40)) for one in (disk, memory)]
+    assert torch.equal(*logits)
+    held = {id(part) for part in disk.decoder.network.parameters() if len(part) == VOCAB}
+    assert not held  # control: of the other, the table is held
+    assert {id(part) for part in memory.decoder.network.parameters() if len(part) == VOCAB}
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_a_table_on_disk_knows_its_size_and_its_file(file, tmp_path):
+    model = load_model(str(file), dtype="float32", device="cpu")
+    table = model.decoder.network.get_input_embeddings()
+    for wrong in (-1, VOCAB):
+        with pytest.raises(IndexError, match=f"of {VOCAB} embeddings"):
+            table(torch.tensor([0, wrong]))
+    for path in (tmp_path / "cache").rglob("*.safetensors"):
+        os.truncate(path, 100)
+    with pytest.raises(ModelError, match="was shortened"):
+        table(torch.tensor([0]))

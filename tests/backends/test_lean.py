@@ -75,6 +75,20 @@ def test_a_prefill_of_scattered_rows_is_the_models_own(family):
         assert torch.allclose(ours, own, atol=TOLERANCE)
 
 
+def test_a_long_prompts_mlps_take_some_rows_at_a_time(monkeypatch):
+    model, seen = tiny_model("llama"), []
+    whole = lean.LeanLayer._mlp
+    monkeypatch.setattr(lean, "_MLP_ROWS", 7)
+    monkeypatch.setattr(
+        lean.LeanLayer,
+        "_mlp",
+        lambda self, hidden: seen.append(hidden.shape[1]) or whole(self, hidden),
+    )
+    test_a_prefill_of_scattered_rows_is_the_models_own("llama")
+    assert max(seen) == 7
+    assert len(seen) > 2 * len(model.decoder.modules)
+
+
 @pytest.mark.parametrize("family", [name for name in UNDERSTOOD if name != "longrope"])
 def test_steps_of_several_rows_are_the_models_own(family):
     lengths, new = (30, 7, 51), ([3], [9], [8])

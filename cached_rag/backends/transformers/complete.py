@@ -2,21 +2,30 @@
 
 transformers maps weights from their files: who writes there changes them under a running model,
 and who shortens a file kills the process. And a model's files cannot be told from its folder:
-an index names them, wherever they are. So weights are copied, and known by what they are. A LoRA
-adapter is merged into them. Knows no prompt and no KV.
+an index names them, wherever they are. So weights are copied, and known by what they are. Of
+folders that this library made itself, tables of embeddings stay on disk. A LoRA adapter is merged
+into the weights. Knows no prompt and no KV.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import weakref
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import nn
+from torch.func import functional_call
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+from cached_rag.backends.machine import return_memory
 from cached_rag.errors import ModelError, ModelNotFoundError, needs_extra
 from cached_rag.kv.fingerprint import digest
 
@@ -30,6 +39,7 @@ _TEXT_HALF = {
     r"^language_model\.lm_head\.": "lm_head.",
 }
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def text_half(config: Any) -> Any:
@@ -91,18 +101,23 @@ def load_complete(path: str, name: str, config: Any = None, **options: Any) -> A
 def copied(model: Any) -> str:
     """Copy a model's weights out of the files they are mapped from, one at a time.
 
+    A file is let go when the last of its weights is copied, so they go module by module.
+
     Returns:
         Digest of all that it computes with, but for its configuration: names, dtypes, shapes and
         numbers of weights and buffers, and code that came with the weights.
     """
+    order = {place: number for number, (place, _) in enumerate(model.named_modules())}
+    names = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
     parts: list[str] = []
-    for name, weights in model.named_parameters():
-        weights.data = weights.data.clone()
-        parts += _described(name, weights.data)
-    for name, buffer in list(model.named_buffers()):
+    for name in sorted(names, key=lambda name: order[name.rpartition(".")[0]]):
         place, _, own = name.rpartition(".")
-        kept = buffer.clone()  # a view would hold its origin, whatever its data were set to
-        setattr(model.get_submodule(place), own, kept)
+        module = model.get_submodule(place)
+        kept = getattr(module, own).detach().clone()
+        if own in module._buffers:  # a view would hold its origin, whatever its data were set to
+            setattr(module, own, kept)
+        else:
+            getattr(module, own).data = kept
         parts += _described(name, kept)
     return digest(*parts, *_code_of(model))
 
@@ -123,6 +138,95 @@ def _code_of(model: Any) -> list[bytes]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
+class DiskEmbedding(nn.Module):
+    """A table of embeddings that stays in its file: rows are read when tokens ask for them.
+
+    A prompt of four thousand tokens has about a thousand different ones; a table has up to 262,144
+    rows, a seventh of the 0.5B's weights, and more than half of Gemma 3's smallest.
+
+    Attributes:
+        own: the layer that it stands for, without its rows; it does what it does with them.
+    """
+
+    def __init__(self, own: nn.Embedding, path: Path, name: str) -> None:
+        """Take over a layer and open its file.
+
+        Args:
+            path: of safetensors.
+            name: the table's, in the file.
+        """
+        super().__init__()
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            place = json.loads(file.read(header_bytes))[name]
+            self._path, self._file = path, os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._file)
+        self._first = 8 + header_bytes + place["data_offsets"][0]
+        self._dtype = _DTYPES[place["dtype"]]
+        self._num_rows, self._width = place["shape"]
+        self.own = own
+        own.padding_idx = None  # for gradients only, and no row of so few
+        own.weight = nn.Parameter(own.weight.new_empty(0, self._width), requires_grad=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """None of the rows, in the dtype that they are given in."""
+        return self.own.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """(..., width) for (...) token ids.
+
+        Raises:
+            IndexError: an id is none of the table's.
+            ModelError: the file was shortened.
+        """
+        tokens, where = torch.unique(ids, return_inverse=True)
+        rows = self._rows(tokens.tolist()).to(self.own.weight.dtype)
+        found: torch.Tensor = functional_call(self.own, {"weight": rows}, (where,))
+        return found
+
+    def _rows(self, tokens: list[int]) -> torch.Tensor:
+        if tokens and not 0 <= tokens[0] <= tokens[-1] < self._num_rows:
+            raise IndexError(f"ids {tokens[0]} to {tokens[-1]} of {self._num_rows} embeddings")
+        size = self._width * self._dtype.itemsize
+        places = (self._first + token * size for token in tokens)
+        rows = bytearray().join(os.pread(self._file, size, place) for place in places)
+        if len(rows) != size * len(tokens):
+            raise ModelError(
+                f"{self._path} was shortened while the model was in use; load the model again"
+            )
+        return torch.frombuffer(rows, dtype=self._dtype).view(-1, self._width)
+
+
+def leave_on_disk(model: nn.Module, network: nn.Module, folder: Path) -> None:
+    """Read embeddings from a folder of safetensors, where nothing else uses their weights.
+
+    Args:
+        model: a transformers model, loaded from that folder, on a CPU.
+        network: its lean form, or the model itself.
+        folder: whose files nobody changes.
+    """
+    if not hasattr(os, "pread"):  # Windows
+        return
+    files: dict[str, Path] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+    parts = [*model.modules(), *network.modules()]
+    heads = {id(part.weight) for part in parts if isinstance(part, nn.Linear)}
+    found = {name: part for name, part in model.named_modules() if isinstance(part, nn.Embedding)}
+    for name, own in found.items():
+        key = f"{name}.weight"
+        if key not in files or id(own.weight) in heads:
+            continue
+        table = DiskEmbedding(own, files[key], key)
+        for whole in (model, network):
+            for place in [place for place, part in whole.named_modules() if part is own]:
+                if not place.endswith(".own"):
+                    whole.set_submodule(place, table)
+    return_memory()
 
 
 def merge_adapter(model: Any, name: str) -> Any:

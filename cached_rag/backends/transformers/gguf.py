@@ -35,8 +35,9 @@ from cached_rag.backends.transformers.groups import Groups, StoredConfig, fits_g
 from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.errors import ModelError
 
-# A shard is written once it holds this many bytes.
-SHARD_BYTES = 512 << 20
+# A shard is written once it holds this many bytes. A loaded shard stays mapped until all of its
+# weights are copied: small ones keep what is held twice small.
+SHARD_BYTES = 64 << 20
 # Elements unpacked at a time: unpacking needs several times the memory of its result.
 _UNPACKED = 1 << 24
 # Names of the input embeddings in GGUF, and of the head in transformers.

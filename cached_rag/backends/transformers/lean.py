@@ -26,6 +26,9 @@ from cached_rag.backends.transformers.groups import Groups, StoredLinear, form_o
 from cached_rag.backends.transformers.packing import dense_of
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
+# An MLP is several times as wide as what it is given: of a long prompt it takes so many rows at a
+# time, which costs no time.
+_MLP_ROWS = 1024
 # Model types of transformers whose layers are what `_layer` makes of them.
 FAMILIES = frozenset(
     {
@@ -103,9 +106,15 @@ class LeanLayer(nn.Module):
         hidden = _normed(self.norm_before_attention, hidden_states)
         hidden = self._attend(hidden, position_embeddings, cache)
         hidden = self._added(hidden_states, _normed(self.norm_behind_attention, hidden))
+        if hidden.shape[1] <= _MLP_ROWS:
+            return self._added(hidden, self._mlp(hidden))
+        blocks = torch.split(hidden, _MLP_ROWS, dim=1)
+        parts = [self._added(rows, self._mlp(rows)) for rows in blocks]
+        return torch.cat(parts, dim=1)
+
+    def _mlp(self, hidden: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(_normed(self.norm_before_mlp, hidden)).chunk(2, dim=-1)
-        output = _normed(self.norm_behind_mlp, self.down(self.activation(gate) * up))
-        return self._added(hidden, output)
+        return _normed(self.norm_behind_mlp, self.down(self.activation(gate) * up))
 
     def _added(self, hidden: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         return hidden + (more if self._factor == 1.0 else more * self._factor)

@@ -30,6 +30,7 @@ from cached_rag.backends.resolve import (
 from cached_rag.backends.transformers import packing
 from cached_rag.backends.transformers.complete import (
     copied,
+    leave_on_disk,
     load_complete,
     merge_adapter,
     text_half,
@@ -52,7 +53,7 @@ _UNFOLLOWED = (
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
 _KV_VERSION = 1
 # Part of the names of converted folders: raised when their content changes.
-_FOLDER_VERSION = 5
+_FOLDER_VERSION = 6
 
 
 @judged
@@ -133,7 +134,7 @@ def load_model(
         revision = copied(model)
     if variant.facts:
         revision += json.dumps(variant.facts, sort_keys=True)
-    return wrap_model(
+    found = wrap_model(
         model.to(device),
         tokenizer,
         name=name,
@@ -142,6 +143,9 @@ def load_model(
         few_bit_dtype=few_bit_dtype,
         keeps_dense=keeps_dense,
     )
+    if source.is_gguf and variant.adapter is None and wanted != "bf16":
+        leave_on_disk(found.decoder.model, found.decoder.network, Path(path))
+    return found
 
 
 def _commit(hub_id: str, variant: Variant) -> str:

@@ -227,7 +227,8 @@ def pack(
     if weights == "bf16":
         return
     places = _places(model)
-    for name in [name for name, part in network.named_modules() if isinstance(part, _LINEAR)]:
+    names = [name for name, part in network.named_modules() if isinstance(part, _LINEAR)]
+    for name in sorted(names, key=lambda name: name != _HEAD):  # the largest goes first
         part = network.get_submodule(name)
         assert isinstance(part, _LINEAR)
         wanted = _form(name, part, weights)
