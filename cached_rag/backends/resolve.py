@@ -107,7 +107,7 @@ def resolve(name: str) -> ModelSource:
     """Find a model's files.
 
     Raises:
-        ModelNotFoundError: `name` looks like a path and nothing usable is there.
+        ModelNotFoundError: `name` is or looks like a path, and nothing usable is there.
     """
     alias = ALIASES.get(name)
     if alias is not None:
@@ -115,12 +115,18 @@ def resolve(name: str) -> ModelSource:
     path = Path(name).expanduser()
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
+        is_gguf = is_file and _begins_as_gguf(path)
     except OSError as error:
         raise ModelNotFoundError(f"{name!r} cannot be a model's name ({error})") from error
-    if path.suffix == ".gguf":
-        if not is_file:
-            raise ModelNotFoundError(f"there is no GGUF file at {path}")
+    if is_gguf:  # whatever its name: Ollama's files are named by a digest
         return _gguf(path)
+    if is_file:
+        raise ModelNotFoundError(
+            f"{path} cannot be loaded: it does not begin as a GGUF file does. Download it again, "
+            "or give the folder of another model"
+        )
+    if path.suffix == ".gguf":
+        raise ModelNotFoundError(f"there is no GGUF file at {path}")
     if is_folder:
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{path} has no config.json; a model folder needs one")
@@ -130,6 +136,11 @@ def resolve(name: str) -> ModelSource:
     if near := difflib.get_close_matches(name, ALIASES, 1, _LIKELY_MEANT):
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {near[0]!r}?")
     return ModelSource(name, False, "")
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def offline_hint(name: str) -> str:

@@ -18,7 +18,9 @@ from typing import Any, ParamSpec, TypeVar
 import gguf
 import numpy as np
 import psutil
+import torch
 from transformers import PreTrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from cached_rag.errors import CachedRAGError, ConfigError, ModelError
 
@@ -56,8 +58,13 @@ def judged(load: Callable[_P, _T]) -> Callable[_P, _T]:
     def loading(*args: _P.args, **options: _P.kwargs) -> _T:
         try:
             return load(*args, **options)
-        except CachedRAGError:
+        except (CachedRAGError, NameError):  # the latter is a fault of code, not of files
             raise
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise ModelError(
+                f"memory ran out while a model was loaded ({error}); free some, or take a smaller "
+                "model, a GGUF in 4 bits, or a machine with more memory"
+            ) from error
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
                 raise
@@ -78,10 +85,18 @@ def check_config(path: str, **options: Any) -> None:
         options: of `from_pretrained`, which say where it is.
 
     Raises:
-        ValueError: it asks for too many layers, or the like.
+        ValueError: it asks for too many layers, or the like, or for a quantiser that transformers
+            does not have.
         OSError: there is none.
     """
-    check_counts(PreTrainedConfig.get_config_dict(path, **options)[0])
+    facts = PreTrainedConfig.get_config_dict(path, **options)[0]
+    check_counts(facts)
+    method = (facts.get("quantization_config") or {}).get("quant_method")
+    if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        raise ValueError(
+            f"its weights are quantised as {method}, which transformers does not read; use the "
+            "model that it was made from, or a GGUF of it"
+        )
 
 
 def check_counts(facts: Mapping[str, Any]) -> None:

@@ -239,3 +239,46 @@ def test_what_a_reader_panics_over_is_a_model_error_and_an_interruption_is_none(
         judged(load)(panic("index out of range"))
     with pytest.raises(KeyboardInterrupt):
         judged(load)(KeyboardInterrupt())
+    for full in (MemoryError("no room"), torch.OutOfMemoryError("no room")):
+        with pytest.raises(ModelError, match=r"memory ran out .*\(no room\); free some"):
+            judged(load)(full)
+    with pytest.raises(NameError, match="a slip in the code"):
+        judged(load)(NameError("a slip in the code"))
+
+
+def test_what_cannot_be_read_is_told_from_what_is_damaged(folder):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "exl3"}}))
+    with pytest.raises(ModelError, match="quantised as exl3, which transformers does not read"):
+        load_model(str(folder), device="cpu")
+    path.write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(ModelError, match="T5Config") as caught:
+        load_model(str(folder), device="cpu")
+    assert len(str(caught.value)) < 500
+    path.write_text(json.dumps(config))
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"needs config\.json, tokenizer\.json"):
+        load_model(str(folder), device="cpu")
+
+
+def test_weights_that_are_no_numbers_are_named(folder):
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layer 1 .* are not finite"):
+        load_model(str(folder), device="cpu")
+
+
+def test_a_gguf_is_known_by_its_content_and_not_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
+    named = write_gguf(tmp_path / "tiny.gguf")
+    wanted = load_model(str(named), device="cpu").fingerprint
+    for name in ("TINY.GGUF", "sha256-0123abc"):
+        other = shutil.copy(named, tmp_path / name)
+        assert load_model(str(other), device="cpu").fingerprint == wanted
+        assert load_llama_cpp(str(other)).name == str(other)
+    (tmp_path / "page.gguf").write_text("<html>not found</html>")
+    with pytest.raises(ModelError, match="does not begin as a GGUF file does"):
+        load_model(str(tmp_path / "page.gguf"))

@@ -26,15 +26,21 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CODE = """
 from torch import nn
 from transformers import LlamaForCausalLM
-from .own_sizes import FACTOR
+from .own_sizes import FACTOR, Sizes
 class Head(nn.Linear):
     def forward(self, hidden):
         return super().forward(hidden) * FACTOR
 class Own(LlamaForCausalLM):
+    config_class = Sizes
     def __init__(self, config):
         super().__init__(config)
         self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+"""
+SIZES = """
+from transformers import LlamaConfig
+class Sizes(LlamaConfig):
+    model_type = "own"
 """
 
 
@@ -125,17 +131,20 @@ def test_an_adapter_among_a_models_files_is_refused(folder):
 def test_code_that_comes_with_a_model_is_part_of_what_it_is(tmp_path, folder):
     """Also code that its code imports, which no configuration names."""
     config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "own.Own"}
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Own"]}))
+    config["auto_map"] = {"AutoModelForCausalLM": "own.Own", "AutoConfig": "own_sizes.Sizes"}
+    config |= {"architectures": ["Own"], "model_type": "own"}
+    (folder / "config.json").write_text(json.dumps(config))
     found = []
     for factor in (1.0, 3.0):
         (folder / "own.py").write_text(CODE)
-        (folder / "own_sizes.py").write_text(f"FACTOR = {factor}\n")
+        (folder / "own_sizes.py").write_text(f"{SIZES}FACTOR = {factor}\n")
         with load(folder, model_kwargs={"trust_remote_code": True}) as engine:
             found.append((engine.model.fingerprint, logits(engine)))
     (first, one), (second, other) = found
     assert not torch.allclose(one, other)
     assert first != second
+    with pytest.raises(ModelError, match=r'model_kwargs={"trust_remote_code": True}'):
+        load(folder)
 
 
 def test_what_is_written_over_a_models_file_does_not_change_a_running_model(folder):

@@ -109,7 +109,7 @@ def copied(model: Any) -> str:
     """
     order = {place: number for number, (place, _) in enumerate(model.named_modules())}
     names = [name for name, _ in chain(model.named_parameters(), model.named_buffers())]
-    parts: list[str] = []
+    parts = dict[str, list[str]]()
     for name in sorted(names, key=lambda name: order[name.rpartition(".")[0]]):
         place, _, own = name.rpartition(".")
         module = model.get_submodule(place)
@@ -118,8 +118,8 @@ def copied(model: Any) -> str:
             setattr(module, own, kept)
         else:
             getattr(module, own).data = kept
-        parts += _described(name, kept)
-    return digest(*parts, *_code_of(model))
+        parts[name] = _described(name, kept)
+    return digest(*chain.from_iterable(parts[name] for name in names), *_code_of(model))
 
 
 def _described(name: str, weights: torch.Tensor) -> list[str]:

@@ -52,6 +52,9 @@ _UNFOLLOWED = (
 )
 # Part of the fingerprint: raised when the same tokens would get other KV than before.
 _KV_VERSION = 1
+# Behind this, transformers names the two hundred kinds of models that it knows.
+_ALL_KINDS = "Model type should be one of"
+_TRUSTED = "trust_remote_code"
 # Part of the names of converted folders: raised when their content changes.
 _FOLDER_VERSION = 6
 
@@ -105,7 +108,8 @@ def load_model(
         check_config(path, revision=commit, **variant.common)
         config = AutoConfig.from_pretrained(path, revision=commit, **variant.common)
         text = text_half(config)
-        keeps_dense = packing.fits_dense(name, text or config, torch_dtype, device, wanted)
+        code = {key: variant.common[key] for key in variant.common if key == _TRUSTED}
+        keeps_dense = packing.fits_dense(name, text or config, torch_dtype, device, wanted, **code)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=commit, **variant.common)
         with _without_bars() if Path(path).is_dir() else nullcontext():
             model = load_complete(
@@ -116,11 +120,7 @@ def load_model(
             raise
         raise ConfigError(f"{name} cannot be loaded with model_kwargs: {error}") from error
     except (OSError, ValueError, ImportError) as error:
-        raise ModelNotFoundError(
-            f"cannot load a causal language model from {name!r}: {str(error).rstrip('.')}. Give a "
-            "Hugging Face id, a folder with config.json and weights, a .gguf file, or an alias "
-            f"such as smollm2-135m.{offline_hint(name)}"
-        ) from error
+        raise _unloadable(name, source, error) from error
     revision = copied(model)
     packing.densify(model, torch_dtype, keeps_groups=not keeps_dense)
     if variant.adapter is not None:
@@ -146,6 +146,25 @@ def load_model(
     if source.is_gguf and variant.adapter is None and wanted != "bf16":
         leave_on_disk(found.decoder.model, found.decoder.network, Path(path))
     return found
+
+
+def _unloadable(name: str, source: ModelSource, error: Exception) -> ModelError:
+    """Why a model cannot be loaded, and what to do: about its file, its folder, or its name."""
+    why = f"cannot load a causal language model from {name!r}: "
+    why += str(error).partition(_ALL_KINDS)[0].strip().rstrip(".")
+    if _TRUSTED in why:
+        return ModelError(f'{why}. If you trust its authors: model_kwargs={{"{_TRUSTED}": True}}')
+    if source.is_gguf:
+        return ModelError(f"{why}. If it is not one for another program, download the file again")
+    if Path(source.path).is_dir():
+        return ModelError(
+            f"{why}. A folder needs config.json, tokenizer.json and all files of weights with "
+            "their index, of a model that continues text; download or save it again"
+        )
+    return ModelNotFoundError(
+        f"{why}. Give a Hugging Face id, a folder with config.json and weights, a .gguf file, or "
+        f"an alias such as smollm2-135m.{offline_hint(name)}"
+    )
 
 
 def _commit(hub_id: str, variant: Variant) -> str:

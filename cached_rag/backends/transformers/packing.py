@@ -320,15 +320,22 @@ def parse_format(weights: str, device: str) -> Format:
     return "bf16"
 
 
-def fits_dense(name: str, config: Any, dtype: torch.dtype, device: str, weights: Format) -> bool:
+def fits_dense(
+    name: str, config: Any, dtype: torch.dtype, device: str, weights: Format, **options: Any
+) -> bool:
     """Whether there is memory for a model's dense weights besides those in few bits.
 
     If not, few bits alone must do; they can only where the model's folder stores them.
 
+    Args:
+        options: of `from_config`.
+
     Raises:
         ModelError: neither fits: the system would kill this process while it loads the model.
     """
-    dense, few, saved = _weight_bytes(config, dtype, weights)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    dense, few, saved = _weight_bytes(model, config, dtype, weights)
     free = free_bytes(device)
     if dense + few + OVERHEAD_BYTES <= free:
         return True
@@ -345,15 +352,18 @@ def fits_dense(name: str, config: Any, dtype: torch.dtype, device: str, weights:
     )
 
 
-def _weight_bytes(config: Any, dtype: torch.dtype, weights: Format) -> tuple[float, float, float]:
+def _weight_bytes(
+    model: nn.Module, config: Any, dtype: torch.dtype, weights: Format
+) -> tuple[float, float, float]:
     """How much memory a model's weights take, by its configuration.
+
+    Args:
+        model: without weights.
 
     Returns:
         Bytes of dense weights in `dtype`; of those in few bits besides; and how many fewer there
         are while the model is loaded without dense weights of layers stored in 4 bits.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     dense = sum(int(part.numel()) for part in model.parameters()) * dtype.itemsize
     stored = getattr(config, "quantization_config", None) or {}
     few = saved = 0.0

@@ -269,7 +269,8 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
     """Record the model's own pass over the probe's tokens at positions from 0 and from `delta`.
 
     Raises:
-        ModelError: its layers do not hand keys and values per token to a cache.
+        ModelError: its layers do not hand keys and values per token to a cache, or compute numbers
+            that are not finite.
     """
     token_ids = _probe_ids(decoder.model).expand(2, -1)
     positions = torch.arange(_PROBE_TOKENS, device=token_ids.device).expand(2, -1)
@@ -281,12 +282,19 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
         )
         if len(found.outputs) != len(decoder.layers):
             raise ValueError("its layers are not run once each")
-        return found
     except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"{type(decoder.model).__name__} could not be examined ({type(error).__name__}: "
             f"{error}). {REMEDY}"
         ) from error
+    for layer, outputs in enumerate(found.outputs):
+        if not outputs.isfinite().all():
+            raise ModelError(
+                f"layer {layer} of {type(decoder.model).__name__} computes numbers that are not "
+                'finite: its weights are damaged, or too large for this dtype. Try dtype="float32" '
+                "or download them again"
+            )
+    return found
 
 
 def _adds_positions(decoder: Decoder) -> bool:
