@@ -100,7 +100,15 @@ class Engine:
             beside: the engine whose memory and scheduler this one uses, as `tenant` does.
 
         A store on disk that cannot be opened is logged, and nothing is kept on disk.
+
+        Raises:
+            ConfigError: `model` is a name, or a model of transformers.
         """
+        if not hasattr(model, "shapes"):
+            raise ConfigError(
+                f"an engine takes what load_model or wrap_model gives, not {type(model).__name__}; "
+                "for a name: Engine.load(NAME)"
+            )
         self.model = model
         self._is_closed = False
         self.settings = settings = completed(store or StoreConfig(), model)

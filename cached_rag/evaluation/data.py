@@ -119,6 +119,8 @@ def _example(line: str, where: str) -> Example:
     try:
         row = json.loads(line)
         chunks = tuple(_chunk(chunk) for chunk in row["chunks"])
+        if isinstance(row.get("answers"), str) or "answer" in row:
+            raise ValueError("answers is a list, of all that count as right")
         answers = tuple(str(answer) for answer in row.get("answers", ()))
         document = tuple(_chunk(chunk) for chunk in row.get("document", ()))
         example = Example(str(row["id"]), str(row["question"]), answers, chunks, document)

@@ -155,7 +155,7 @@ class Encoder:
         self._warn_of_lost(order)
         return EncodeSummary(
             encoded=len(texts),
-            present=len(order.records) - len(texts),
+            present=len(order.records) - len(texts) if passes else 0,
             skipped=order.skipped,
             tokens=tokens,
             seconds=time.perf_counter() - started,

@@ -194,8 +194,14 @@ class Answer:
             full: the answer to the same question with `method="full"`, to compare with.
 
         Raises:
-            ConfigError: the answer was put together by hand, or its prompt was not prefilled.
+            ConfigError: the answer was put together by hand, or its prompt was not prefilled, or
+                the other answers another question.
         """
+        if full is not None and full.question != self.question:
+            raise ConfigError(
+                f"an answer to {full.question!r} cannot be compared with one to {self.question!r}; "
+                'ask the same question with method="full"'
+            )
         from cached_rag.engine.explanation import Explanation
 
         names = {digest(hit.text.strip()): str(hit) for hit in self.sources}

@@ -25,7 +25,7 @@ from cached_rag.rag.readers import READERS, is_built_in
 
 # These stand for a suffix where links are counted that lead out of the folder, and those to folders
 # of which not all files are found otherwise.
-_ELSEWHERE, _FOLDERS = "links to elsewhere", "links to folders"
+_ELSEWHERE, _FOLDERS, _BROKEN = "links to elsewhere", "links to folders", "links to nothing"
 # So does this for those that are no suffixes by their length or letters, and where there are many.
 _OTHERS = "of other kinds"
 _LONGEST_SUFFIX, _MOST_SUFFIXES = 16, 20
@@ -49,9 +49,9 @@ class FoundFile:
     Attributes:
         files: the files that have a reader, sorted.
         passed_over: (suffix, count) of the other files, most frequent first; the suffix is "" for
-            files without one, "links to elsewhere" for links that lead out of the folder,
-            "links to folders" for those to folders, which are not followed, and "of other kinds"
-            for the rest where there are very many.
+            files without one, "links to elsewhere" for links that lead out of the folder, "links
+            to nothing", "links to folders" for those to folders, which are not followed, and "of
+            other kinds" for the rest where there are very many.
         unreadable: folders and files that this user may not look at, or not now, with the reason.
             What is below them is not known.
     """
@@ -167,6 +167,8 @@ class _Look:
 
     def _take(self, file: Path) -> None:
         if not file.is_file():
+            if file.is_symlink():
+                self.others[_BROKEN] += 1
             return
         target, suffix = file.resolve(), file.suffix.lower()
         if not target.is_relative_to(self.inside):

@@ -7,8 +7,7 @@ watched by the watchfiles library (extra "docs").
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate, chain
@@ -26,6 +25,7 @@ from cached_rag.rag.document import Document, DocumentLimits, assembled
 from cached_rag.rag.finding import absolute, is_below, is_hidden, is_text, join, look_at, stamp
 from cached_rag.rag.folder import IndexFolder
 from cached_rag.rag.progress import IngestSummary, Say, Shown, prefilling, preparing, reading
+from cached_rag.rag.readers import EMPTY
 from cached_rag.rag.reading_process import ConfinedReader
 from cached_rag.rag.search import described
 from cached_rag.rag.workers import IngestTask, Preparation, Prepare, content, groups
@@ -94,12 +94,13 @@ class Ingestion:
             if prepare is None:
                 added, skipped, texts = self._read(files, reader, progress)
         missing = self._missing(base, known)
+        gone = missing if delete_missing else []
         if prepare is None:
-            deleted = self._delete(missing) if delete_missing else 0
+            deleted = self._delete([*gone, *self._emptied(files, skipped)])
             summary = replace(self._encode(added, texts, progress), skipped=tuple(skipped))
         else:
             summary = self._gather(files, prepare, progress)
-            deleted = self._delete(missing) if delete_missing else 0
+            deleted = self._delete([*gone, *self._emptied(files, summary.skipped)])
         unseen = [(str(place), reason) for place, reason in found.unreadable]
         return replace(
             summary,
@@ -140,7 +141,6 @@ class Ingestion:
         for source, found, say in self._loaded(changed, reader, progress):
             if isinstance(found, DocumentError):
                 skipped.append((str(files[source]), str(found)))
-                self._drop_emptied(source, files[source])
                 continue
             is_new = self._update(source, found, say)
             self.index.put_stamp(source, stamps[source])
@@ -182,7 +182,6 @@ class Ingestion:
             for batch in prepare(tasks):
                 for left_out in (document for document in batch.documents if document.skipped):
                     skipped.append((str(files[left_out.source]), left_out.skipped))
-                    self._drop_emptied(left_out.source, files[left_out.source])
                 taken = [document for document in batch.documents if not document.skipped]
                 for made in taken:
                     if made.vectors is not None:  # else the index has it as it is
@@ -197,14 +196,10 @@ class Ingestion:
                 bar.set_postfix_str(f"{rate:.0f} tokens/s")
         return replace(self._summary(added, read, done), skipped=tuple(skipped))
 
-    def _drop_emptied(self, source: str, file: Path) -> None:
-        """Delete a document whose file has been emptied; of others that cannot be read, all stays.
-
-        Whoever empties a file wants nothing of it any more.
-        """
-        with suppress(OSError):
-            if file.stat().st_size == 0:
-                self._delete([source])
+    def _emptied(self, files: Mapping[str, Path], skipped: Iterable[tuple[str, str]]) -> list[str]:
+        """Documents whose files have been emptied: nobody wants anything of them any more."""
+        sources, empty = set(self.index.sources()), {file for file, why in skipped if EMPTY in why}
+        return [one for one, file in files.items() if str(file) in empty and one in sources]
 
     def _called(
         self, path: Path, files: Sequence[Path], name: str | None, reader: ConfinedReader

@@ -46,6 +46,8 @@ LANGUAGES = {
 # Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
 # tenth list in each other.
 _NESTING = 100
+# Why a file of no bytes is skipped; the index drops what it had of it.
+EMPTY = "is empty; what the index had of it is dropped"
 # Lists of values: their text begins with a value, or with "[", and not with a title.
 _NAMELESS = (".csv", ".tsv", ".json")
 # What many tools write at the beginning of Markdown, between two lines of the same marks.
@@ -115,14 +117,14 @@ def load_document(
             text_limit(max_characters),
         ):
             document = _read(copy, reader, path)
+            is_empty = copy.stat().st_size == 0
     except DocumentError:
         raise
     except Exception as error:  # by the path, or the system
         raise _unreadable(path, error) from error
     if not document.text:
-        raise DocumentError(
-            f"{shown(path)}: holds no text (a scan, or an empty file); remove it or run OCR"
-        )
+        why = EMPTY if is_empty else "holds no text; if it is a scan, run OCR, else remove it"
+        raise DocumentError(f"{shown(path)}: {why}")
     return document
 
 

@@ -191,6 +191,9 @@ def test_full_prefill_is_measured_or_estimated_by_a_profile_or_left_out(
 def test_an_answer_without_a_prompt_is_refused(engine):
     with pytest.raises(ConfigError, match="cannot be explained"):
         Answer("made up", (), Report("auto")).explain()
+    one, other = (Answer("a", (), Report("auto"), question=text) for text in ("Who?", "Why?"))
+    with pytest.raises(ConfigError, match=r"'Why\?' cannot be compared with one to 'Who\?'"):
+        one.explain(other)
     with pytest.raises(ConfigError, match="a piece first"):
         Explanation.of(engine.stream("Why?"))
 

@@ -331,3 +331,9 @@ def test_engines_are_shared_by_what_they_were_asked_for(monkeypatch):
     assert made == ["llama", "llama", "qwen3"]
     one.close()
     assert Engine.shared("llama") is not one
+
+
+@pytest.mark.parametrize("wrong", ["smollm2-135m", torch.nn.Linear(1, 1)])
+def test_an_engine_of_a_name_says_how_a_model_is_loaded(wrong):
+    with pytest.raises(ConfigError, match=r"Engine\.load\(NAME\)"):
+        Engine(wrong)

@@ -310,6 +310,7 @@ def test_links_below_a_folder_lead_nowhere_else(tmp_path):
     assert dict(found.passed_over) == {
         "links to elsewhere": 2,
         "links to folders": 1,
+        "links to nothing": 1,
         ".txt": 1,
         ".d": 1,
     }
