@@ -29,6 +29,9 @@ _HEAD_SLACK = 4
 # How many encodings behind other heads are tried for a chunk: each try is a look-up in the store,
 # and a client may make any number of heads known.
 _MOST_OTHERS = 4
+# A beginning of fewer tokens is computed, unless an exact chunk stands behind it: reusing it saves
+# nothing, and its KV was rounded otherwise, by which near ties may fall otherwise.
+_SHORTEST_HEAD = 8
 
 
 @dataclass(frozen=True)
@@ -313,6 +316,9 @@ def make_plan(
             Placement(begin, kv, is_exact, source=source, origin=origin, is_settled=is_settled)
         )
         chunks.append((match.chunk.text_digest, end))
+    if placements and not placements[0].is_chunk and placements[0].end < _SHORTEST_HEAD:
+        if not any(one.is_exact for one in placements[1:2]):
+            placements.pop(0)
     return Plan(tuple(placements), tuple(found), len(ids), tuple(chunks))
 
 

@@ -6,7 +6,7 @@ import pytest
 from conftest import CHUNKS, tiny_model
 
 from cached_rag import PRIMER, Engine, StoreConfig, primer
-from cached_rag.library.matching import Heads
+from cached_rag.library.matching import EncodedAfter, Heads
 
 SYSTEM = "You answer from the documents, in one sentence."
 
@@ -54,6 +54,22 @@ def test_a_question_before_its_documents_is_no_head(engine):
         hits = [ask(engine, chunk, system=f"{SYSTEM} {question}").modules_hit for chunk in CHUNKS]
     assert hits == [1, 1, 1]
     assert all(len(behind.prefix_ids) < 5 for behind in engine.library.encoded_after())
+
+
+def test_a_beginning_of_few_tokens_is_computed_and_a_longer_one_is_not(engine):
+    """The token before lone chunks would save nothing, and its KV is rounded otherwise."""
+    engine.encode(CHUNKS)
+    report = engine.generate(chat(), method="prefix", max_tokens=1).report
+    assert report.cached_tokens == 0
+    [sink] = {one.prefix_ids for one in engine.library.encoded_after()}
+    assert len(sink) == 1
+    assert engine.library.shelf.holds(EncodedAfter(()), sink)
+    head = engine.head(chat(CHUNKS[0]), CHUNKS[0])
+    engine.encode(CHUNKS, head, context=None)
+    again = engine.generate(chat(), method="prefix", max_tokens=1).report
+    assert again.cached_tokens >= 8
+    first = engine.generate(chat(CHUNKS[0]), method="prefix", max_tokens=1).report
+    assert first.cached_tokens > again.cached_tokens  # a chunk right behind it is taken with it
 
 
 def test_registered_texts_are_computed_once_and_then_behind_what_recurs(engine):
