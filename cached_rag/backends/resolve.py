@@ -133,7 +133,7 @@ def resolve(name: str) -> ModelSource:
         return ModelSource(str(path), False, "")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no model folder at {path}")
-    if near := difflib.get_close_matches(name, ALIASES, 1, _LIKELY_MEANT):
+    if near := difflib.get_close_matches(name.lower(), ALIASES, 1, _LIKELY_MEANT):
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {near[0]!r}?")
     return ModelSource(name, False, "")
 

@@ -316,10 +316,14 @@ def make_plan(
             Placement(begin, kv, is_exact, source=source, origin=origin, is_settled=is_settled)
         )
         chunks.append((match.chunk.text_digest, end))
-    if placements and not placements[0].is_chunk and placements[0].end < _SHORTEST_HEAD:
-        if not any(one.is_exact for one in placements[1:2]):
-            placements.pop(0)
+    if placements and _saves_nothing(*placements[:2]):
+        del placements[0]
     return Plan(tuple(placements), tuple(found), len(ids), tuple(chunks))
+
+
+def _saves_nothing(first: Placement, *second: Placement) -> bool:
+    is_short = not first.is_chunk and first.end < _SHORTEST_HEAD
+    return is_short and not any(one.is_exact for one in second)
 
 
 def _harvested(

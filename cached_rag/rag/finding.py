@@ -411,7 +411,7 @@ class Roots:
             connection.executemany(sql, {(_head(source),) for source in sources})
 
     def find(self, source: Path | str) -> str:
-        """The source that is meant: itself, or that of a path on disk.
+        """The source that is meant: itself, as `list` shows it, or that of a path on disk.
 
         Raises:
             DocumentError: there is no such document, or the path stands for several.
@@ -421,7 +421,7 @@ class Roots:
             return str(source)
         path = absolute(source)
         named = {root.source(path) for root in self.all()}
-        meant = sorted(source for source in sources if source in named)
+        meant = sorted(one for one in sources if one in named or shown(one) == str(source))
         if len(meant) == 1:
             return meant[0]
         if meant:
@@ -429,7 +429,11 @@ class Roots:
         near = _near(str(source), sources)
         raise DocumentError(
             f"the index has no document {source}; "
-            + (f"near it are {', '.join(near)}" if near else "see what it has: cached-rag list")
+            + (
+                f"near it are {', '.join(map(shown, near))}"
+                if near
+                else "see what it has: cached-rag list"
+            )
         )
 
     def _sources(self) -> list[str]:

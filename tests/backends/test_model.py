@@ -23,6 +23,7 @@ from cached_rag.errors import ModelError, ModelNotFoundError
         ("./nowhere", "no model folder"),
         ("weights.gguf", "no GGUF file"),
         ("smollm2-135n", "did you mean 'smollm2-135m'"),
+        ("SmolLM2-135M", "did you mean 'smollm2-135m'"),
     ],
 )
 def test_unknown_models_say_what_to_give_instead(name, reason):

@@ -144,6 +144,9 @@ def test_deleting_takes_sources_and_paths_and_says_what_went(rag, docs, monkeypa
     assert rag.documents() == []
     with pytest.raises(DocumentError, match="cached-rag list"):
         rag.delete("docs/a.txt")
+    (docs / "odd\nname.txt").write_text(CHUNKS[0])
+    ingest(rag, docs / "odd\nname.txt")
+    assert rag.delete(r"odd\nname.txt").source == "odd\nname.txt"  # as `list` shows it
 
 
 def test_a_path_that_leads_to_two_documents_deletes_neither(rag, docs):
