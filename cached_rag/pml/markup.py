@@ -16,6 +16,8 @@ from xml.parsers.expat import ErrorString, ExpatError, ParserCreate
 from cached_rag.errors import PMLError
 
 _DEPTH = 64
+# What expat says where a tag was not closed.
+_UNCLOSED = ("no element found", "mismatched tag")
 # Longer names get no "did you mean": comparing takes the product of the lengths in time.
 _COMPARED = 100
 _WEIGHT = ("", " ", "\n", "\n\n")
@@ -61,11 +63,14 @@ def parse_markup(source: str, file: str | None = None) -> Element:
         encoded = source.encode("utf-8")
     except UnicodeEncodeError as error:
         raise PMLError(f"half a character: {error}", Where(1, 1), file) from error
+    builder = _Builder(file)
     try:
-        return _Builder(file).build(encoded)
+        return builder.build(encoded)
     except ExpatError as error:
-        where = Where(error.lineno, error.offset + 1)
-        raise PMLError(_explained(ErrorString(error.code), source, where), where, file) from error
+        where, message = Where(error.lineno, error.offset + 1), ErrorString(error.code)
+        if message in _UNCLOSED and (unclosed := builder.innermost).tag:
+            message += f": <{unclosed.tag}> of line {unclosed.where.line} is open"
+        raise PMLError(_explained(message, source, where), where, file) from error
 
 
 def _explained(message: str, source: str, where: Where) -> str:
@@ -94,6 +99,11 @@ class _Builder:
         self._parser.CharacterDataHandler = self._chars
         self._parser.StartCdataSectionHandler = lambda: self._set_code(True)
         self._parser.EndCdataSectionHandler = lambda: self._set_code(False)
+
+    @property
+    def innermost(self) -> Element:
+        """The element that was begun last and has not ended; one without a tag for none."""
+        return self._open[-1]
 
     def build(self, encoded: bytes) -> Element:
         self._parser.Parse(encoded, True)

@@ -146,6 +146,8 @@ MISTAKES = [
     ("<!DOCTYPE s [<!ENTITY a 'b'>]><schema name='s'>&a;</schema>", 1, None, "not allowed"),
     ("<schema name='s'>&nbsp;</schema>", 1, None, "not well-formed"),
     ("", 1, None, "not well-formed"),
+    ("<schema name='s'>\n<module name='a'>x", 2, None, "<module> of line 2 is open"),
+    ("<schema name='s'>\n<module name='a'>\n</schema>", 3, None, "<module> of line 2 is open"),
     (schema('<module name="a">' * 99 + "</module>" * 99), 1, None, "nested deeper than 64"),
     ("<schema name='\ud800'/>", 1, 1, "half a character"),
     (schema(f'\n<param name="p" len="{"9" * 10_000}"/>'), 2, 1, "at most 9999999"),
