@@ -85,7 +85,6 @@ def test_commits_that_are_named_exist():
 # Not measured again since: the load and the weights of few bits take long; the first demo, the 0.5B
 # on 406 questions and vLLM behind a node were left.
 OLD = {
-    ("docs/experiments/quality.md", "3cb6a83"),
     ("docs/models.md", "9128e3c"),
     ("docs/models.md", "928408b"),
     ("docs/reliability.md", "df12900"),
