@@ -323,7 +323,11 @@ class DocumentsRequest(Strict):
 
 
 class EmbeddingsRequest(Strict):
-    """POST /v1/embeddings."""
+    """POST /v1/embeddings.
+
+    Ours is `truncate`: whether to embed the beginning of a text that the model cannot read to its
+    end (the default), or to refuse it.
+    """
 
     model: Annotated[Text, Field(max_length=1000)]
     input: (
@@ -334,6 +338,7 @@ class EmbeddingsRequest(Strict):
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
+    truncate: bool | None = None
     user: str | None = None
 
     @field_validator("input", mode="before")

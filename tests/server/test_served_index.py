@@ -38,6 +38,18 @@ class Letters:
         return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
+class Words(Letters):
+    """Reads and counts words, of a text no more than three."""
+
+    window = 3
+
+    def embed(self, texts):
+        return super().embed([" ".join(text.split()[:3]) for text in texts])
+
+    def count_tokens(self, texts):
+        return [len(text.split()) for text in texts]
+
+
 @pytest.fixture(scope="module")
 def rag(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
@@ -186,10 +198,14 @@ def test_an_embedding_model_reads_no_more_of_a_text_than_it_sees(monkeypatch):
     assert max(map(len, texts)) > 40_000
     assert max(map(len, given)) < 20_000
     np.testing.assert_array_equal(found, encode(texts, **options))
+    assert embedder.count_tokens(["copper", "copper " * 300]) == [3, 302]  # with a mark at each end
+    assert embedder.window == 256
+    assert min(embedder.count_tokens(texts[:-1])) > 256
     monkeypatch.setattr(type(model), "max_seq_length", None)  # as of models that see all of a text
     given.clear()
     embedder.embed(texts)
     assert given == texts
+    assert embedder.window is None
 
 
 def test_who_leaves_has_no_more_texts_embedded(rag, monkeypatch):
@@ -250,6 +266,24 @@ def test_texts_are_embedded_as_the_index_embeds_them(client):
         client.embeddings.create(model="ada", input="x")
     with pytest.raises(openai.BadRequestError, match="input"):
         client.embeddings.create(model="letters", input=[])
+
+
+def test_tokens_are_counted_and_texts_that_are_not_read_to_their_end_are_named(
+    client, rag, monkeypatch
+):
+    monkeypatch.setattr(type(rag), "embedder", Words())
+    texts = ["a lamp", *["one two three"] * 8, "one two three four", "five"]
+    done = client.embeddings.create(model="letters", input=texts)
+    assert (done.usage.prompt_tokens, done.usage.total_tokens) == (30, 30)
+    assert done.truncated == [9]
+    assert done.data[9].embedding == done.data[8].embedding
+    refuses = {"model": "letters", "extra_body": {"truncate": False}}
+    assert client.embeddings.create(input=texts[:9], **refuses).truncated == []
+    with pytest.raises(openai.BadRequestError, match=r"input 9, .* the 3 tokens") as refused:
+        client.embeddings.create(input=texts, **refuses)
+    assert refused.value.code == "context_length_exceeded"
+    monkeypatch.setattr(Words, "window", None)  # as of models that read all of a text
+    assert client.embeddings.create(input=texts, **refuses).usage.prompt_tokens == 31
 
 
 def test_who_asks_for_an_unknown_model_is_told_all_that_this_tenant_may_ask(client, address):
