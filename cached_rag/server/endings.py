@@ -58,8 +58,19 @@ STOPPING = "the server is stopping; ask again later, or another one"
 _CUT_OFF = failure(STOPPING, "server_error", "stopping")
 
 
+class NoSuchModelError(HTTPException):
+    """A request names a model that is not here, or not for it."""
+
+    def __init__(self, says: str) -> None:
+        """Args: what the client is told."""
+        super().__init__(404, says)
+
+
 def described(error: BaseException) -> tuple[int, Json]:
     """Status and body of the response to an error; what the client did not cause is logged."""
+    if isinstance(error, NoSuchModelError):
+        code = "model_not_found"
+        return 404, failure(str(error.detail), "invalid_request_error", code, "model")
     if isinstance(error, HTTPException):
         kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
         return error.status_code, failure(str(error.detail), kind, _CODES.get(error.status_code))

@@ -363,6 +363,6 @@ def usage(reports: Sequence[Report], num_answers: int = 1) -> Json:
     }
 
 
-def failure(message: str, kind: str, code: str | None = None) -> Json:
-    """An error in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def failure(message: str, kind: str, code: str | None = None, param: str | None = None) -> Json:
+    """An error in OpenAI's form; `param` is the field that it is about."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

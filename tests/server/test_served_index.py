@@ -288,8 +288,11 @@ def test_tokens_are_counted_and_texts_that_are_not_read_to_their_end_are_named(
 
 def test_who_asks_for_an_unknown_model_is_told_all_that_this_tenant_may_ask(client, address):
     options = {"model": "gpt-4o", "messages": QUESTION}
-    with pytest.raises(openai.NotFoundError, match=f"it is '{NAME}' or 'index:manual'"):
+    with pytest.raises(openai.NotFoundError, match=f"it is '{NAME}' or 'index:manual'") as caught:
         client.chat.completions.create(**options)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError, match=f"it embeds .* ask '{NAME}' or 'index"):
+        client.chat.completions.create(**options | {"model": "letters"})
     with asking(address, "theirs") as other, pytest.raises(openai.NotFoundError) as caught:
         other.chat.completions.create(**options)
     assert "manual" not in str(caught.value)
@@ -306,22 +309,29 @@ def test_lists_of_tokens_are_refused_with_one_sentence(client):
 
 
 def test_models_are_listed_with_their_context(client, address):
-    found = {one.id: one.max_model_len for one in client.models.list()}
-    assert found == {NAME: 1024, "index:manual": 1024}
-    assert client.models.retrieve("index:manual").id == "index:manual"
+    found = {one.id: getattr(one, "max_model_len", None) for one in client.models.list()}
+    assert found == {NAME: 1024, "index:manual": 1024, "letters": None}
+    for name in found:
+        assert client.models.retrieve(name).id == name
     with asking(address, "theirs") as other:  # another tenant, whose documents these are not
         assert [one.id for one in other.models.list()] == [NAME]
-        with pytest.raises(openai.NotFoundError):
-            other.chat.completions.create(model="index:manual", messages=QUESTION)
+        for name in ("index:manual", "letters"):
+            with pytest.raises(openai.NotFoundError, match="no model"):
+                other.chat.completions.create(model=name, messages=QUESTION)
+            with pytest.raises(openai.NotFoundError, match="no model"):
+                other.models.retrieve(name)
 
 
-def test_tenants_do_not_learn_that_there_are_embeddings(address):
-    for body in ({"model": "letters", "input": "x"}, {"model": "any", "input": "x"}, {}):
-        headers = {"Authorization": "Bearer theirs"}
-        refused = httpx.post(f"{address}/v1/embeddings", json=body, headers=headers)
-        assert refused.status_code == 404
-        nowhere = httpx.post(f"{address}/v1/nothing", json=body, headers=headers)
-        assert refused.json() == nowhere.json()
+def test_tenants_are_told_whose_embeddings_are_but_not_whether_there_are_any(rag, address):
+    with serving(rag.engine, ["other:theirs"]) as (without_index, _):
+        for body in ({"model": "letters", "input": "x"}, {"model": "any", "input": "x"}, {}):
+            headers = {"Authorization": "Bearer theirs"}
+            asked = {"json": body, "headers": headers}
+            refused = httpx.post(f"{address}/v1/embeddings", **asked)
+            assert refused.status_code == 403
+            assert "keys of no tenant" in refused.json()["error"]["message"]
+            nowhere = httpx.post(f"{without_index}/v1/embeddings", **asked)
+            assert (nowhere.status_code, nowhere.json()) == (403, refused.json())
 
 
 def test_a_web_page_may_ask_if_it_was_allowed(address):
@@ -345,7 +355,10 @@ def test_a_web_page_may_ask_if_it_was_allowed(address):
 
 def test_without_an_index_nothing_is_embedded_and_no_page_may_ask(rag):
     with serving(rag.engine) as (address, _):
-        assert httpx.post(f"{address}/v1/embeddings", json={}).status_code == 404
+        body = {"model": "letters", "input": "x"}
+        refused = httpx.post(f"{address}/v1/embeddings", json=body)
+        assert refused.status_code == 404
+        assert "--index" in refused.json()["error"]["message"]
         headers = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
         answer = httpx.options(f"{address}/v1/models", headers=headers)
         assert "access-control-allow-origin" not in answer.headers
