@@ -31,7 +31,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Fields of a part that no prompt has.
 _UNREAD = ("annotations", "logprobs")
-_REFUSAL = "this server keeps no responses (send whole conversations as input) and cannot do"
+_KEEPS_NONE = "this server keeps no responses (send whole conversations as input) and cannot do"
+_REFUSALS = dict.fromkeys(("background", "previous_response_id", "conversation"), _KEEPS_NONE)
 # Settings that chat completions have under the same name.
 _SAME = (*Basics.model_fields, "parallel_tool_calls", "where")
 
@@ -46,7 +47,7 @@ class ResponsesRequest(Basics):
 
     _ignored = _WITHOUT_EFFECT
     _neutral = _NEUTRAL
-    _refusal = _REFUSAL
+    _refusals = _REFUSALS
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
