@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.config import GenerationConfig
@@ -52,24 +52,27 @@ class ServedIndex:
         self,
         messages: Sequence[Message],
         config: GenerationConfig,
-        where: Mapping[str, object] | None = None,
+        wanted: Mapping[str, Any],
     ) -> AnswerStream:
         """Answer the last message from the documents; those before it are the conversation.
 
         System messages are left out: the index has its own, which its chunks were encoded behind.
+
+        Args:
+            wanted: which chunks, as settings of `Retrieval` by name.
 
         Raises:
             ConfigError: the last message is no user's; or see `CachedRAG.stream`.
             ContextOverflowError: the conversation alone does not fit the model's context.
         """
         question, history = self._asked(messages)
-        return self._rag.stream(question, history=history, where=where, config=config)
+        return self._rag.stream(question, history=history, config=config, **wanted)
 
     def shortened(
         self,
         messages: Sequence[Message],
         config: GenerationConfig,
-        where: Mapping[str, object] | None = None,
+        wanted: Mapping[str, Any],
     ) -> GenerationConfig:
         """The settings of a shorter answer, where the conversation leaves too little room.
 
@@ -80,7 +83,8 @@ class ServedIndex:
         """
         question, history = self._asked(messages)
         least = config.replace(max_tokens=1)
-        found = self._rag.stream(question, k=1, history=history, where=where, config=least)
+        wanted = {**wanted, "k": 1}
+        found = self._rag.stream(question, history=history, config=least, **wanted)
         engine = self._rag.engine
         prompt = self._prompt(question, [hit.text for hit in found.sources], history)
         room = engine.model.context_length - engine.count_tokens(prompt)

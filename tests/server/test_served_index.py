@@ -19,7 +19,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import CachedRAG, Engine
 from cached_rag.errors import ContextOverflowError
+from cached_rag.rag.asking import NOTHING_FOUND
 from cached_rag.rag.chunks import Embedder
+from cached_rag.rag.folder import MOST_CHUNKS
 from cached_rag.server.index import ServedIndex
 
 PAGE = "https://chat.example"
@@ -378,3 +380,30 @@ def test_a_request_chooses_among_the_documents(client):
     for where, model in (({"colour": "red"}, "index:manual"), ({"ordinal": 0}, NAME)):
         with pytest.raises(openai.BadRequestError, match=r"colour|no documents"):
             asked(where, model)
+
+
+def test_a_request_says_how_many_chunks_and_how_near_they_must_be(client):
+    def asked(model="index:manual", **retrieval):
+        return client.chat.completions.create(
+            model=model, messages=QUESTION, max_tokens=2, extra_body=retrieval
+        )
+
+    scores = [one["score"] for one in asked().sources]
+    assert len(scores) == 3
+    assert len(asked(k=1).sources) == 1
+    near = asked(min_score=(scores[1] + scores[2]) / 2)
+    assert [one["score"] for one in near.sources] == scores[:2]
+    response = client.responses.create(
+        model="index:manual", input="Why is copper green?", extra_body={"k": 1}
+    )
+    assert len(response.sources) == 1
+    far = asked(min_score=1)
+    assert (far.sources, far.choices[0].message.content) == ([], NOTHING_FOUND)
+    for bad in ({"k": 0}, {"k": MOST_CHUNKS + 1}, {"min_score": 1.5}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            asked(**bad)
+        assert refused.value.param == next(iter(bad))
+    for good in ({"k": MOST_CHUNKS}, {"min_score": -1}):
+        asked(**good)
+        with pytest.raises(openai.BadRequestError, match="no documents to choose by"):
+            asked(model=NAME, **good)
