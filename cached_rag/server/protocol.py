@@ -167,7 +167,7 @@ class Basics(Strict):
     model: Annotated[Text, Field(max_length=1000)]
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     method: Name | None = None
     quality: Name | None = None
     recompute_ratio: float | None = None

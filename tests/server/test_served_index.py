@@ -164,8 +164,13 @@ def test_the_default_length_is_cut_to_what_a_long_conversation_leaves(client, ra
         assert 0 < found.usage.completion_tokens < n * 256
         assert found.sources
     longer = {"messages": [*history(5000), *QUESTION]}
-    for refused in ({"max_tokens": 256}, longer):  # its own length is nobody's to cut
-        with pytest.raises(openai.BadRequestError, match="context"):
+    alone = {"max_tokens": 5000, "messages": QUESTION}
+    for refused, says in (
+        ({"max_tokens": 256}, "chunk exceed the model's context"),  # it is nobody's to cut
+        (longer, "the model's context"),
+        (alone, "max_tokens=5000 exceeds"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=says):
             client.chat.completions.create(**asked | refused)
 
 
