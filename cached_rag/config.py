@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from cached_rag.errors import ContextOverflowError
 from cached_rag.grammar.grammar import Grammar
 from cached_rag.options import check_types, parted, require
 
@@ -54,7 +55,8 @@ class GenerationConfig:
         check_layer, gradual: options of CacheBlend; None for its defaults.
         max_tokens: most tokens of the answer.
         temperature: 0, and whatever is less than 0.0001, always takes the likeliest token.
-        top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off.
+        top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off. The nucleus of a top_p of
+            0 is the likeliest token.
         stop: one string or several that end the answer; they are not part of it.
         seed: makes sampling repeatable; None for a new one each time.
         ignore_eos: go on to `max_tokens`, even if the model ends its answer earlier.
@@ -106,7 +108,7 @@ class GenerationConfig:
             # certain, and the logits divided by it would overflow.
             object.__setattr__(self, "temperature", 0.0)
         require(self.seed is None or abs(self.seed) < 1 << 63, f"no 64-bit seed: {self.seed}")
-        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
+        require(0 <= self.top_p <= 1, f"top_p must be from 0 to 1, not {self.top_p}")
         require(self.top_k >= 0, f"top_k cannot be negative: {self.top_k}")
         ratio = self.recompute_ratio
         require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must be 0 to 1, not {ratio}")
@@ -425,3 +427,19 @@ def _strings(stop: Any) -> tuple[str, ...]:
     strings = tuple(found)
     require(all(isinstance(s, str) and s for s in strings), "stop strings must not be empty")
     return strings
+
+
+def check_room(max_tokens: int, context: int) -> None:
+    """Refuse an answer's length that leaves no room for a prompt, however short that is.
+
+    Args:
+        context: tokens of the model's context.
+
+    Raises:
+        ContextOverflowError: it is the context's length or more.
+    """
+    if max_tokens >= context:
+        raise ContextOverflowError(
+            f"max_tokens={max_tokens} exceeds the model's context of {context}, which has to hold "
+            "the prompt, too; lower it"
+        )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cached_rag.config import check_room
 from cached_rag.engine.planner import Choice, check_fits, choose, repair_mark
 from cached_rag.engine.prompt import Following, Pieces, Prefilling
 from cached_rag.engine.report import Clock
@@ -46,6 +47,7 @@ def read(prompt: Prefilling) -> None:
 
 def _check_length(resources: Resources, text: str, max_tokens: int) -> None:
     context = resources.model.context_length
+    check_room(max_tokens, context)
     least = resources.tokenization.least_tokens(text, context - max_tokens)
     if least is not None:
         raise ContextOverflowError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -68,16 +69,17 @@ class Waiting:
         seconds = self._pace.seconds(min(count, ahead))
         if self._bound is not None and self._is_full(self._bound, count, own, tenant):
             raise BusyError(
-                f"{count} requests wait already, and no more may; ask again later, or raise "
-                "BatchConfig.max_waiting",
+                f"{count} requests wait already, and no more may; {_again(seconds)} max_waiting "
+                "(BatchConfig; of a server, --max-waiting)",
                 seconds,
             )
         if self._max_seconds is not None and seconds > self._max_seconds:
+            later = seconds - self._max_seconds
             raise BusyError(
                 f"the answer would not be begun for {seconds:.0f} seconds, and requests may wait "
-                f"for {self._max_seconds:g}; ask again later, or raise "
-                "BatchConfig.max_wait_seconds",
-                seconds - self._max_seconds,
+                f"for {self._max_seconds:g}; {_again(later)} max_wait_seconds (BatchConfig; of a "
+                "server, --max-wait-seconds)",
+                later,
             )
 
     def _is_full(self, bound: int, count: int, own: int, tenant: str) -> bool:
@@ -118,6 +120,11 @@ class Waiting:
                 self._tenants.pop(request.tenant, None)
             elif is_first:
                 self._tenants.move_to_end(request.tenant)
+
+
+def _again(seconds: float) -> str:
+    """What whoever was refused can do; up to the setting that is to be raised."""
+    return f"ask again in {max(1, math.ceil(seconds))} s, or have whoever runs this raise"
 
 
 class Pace:

@@ -20,6 +20,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message, Rendered
+from cached_rag.config import check_room
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.kv.fingerprint import digest
@@ -142,6 +143,7 @@ class Prompts:
             ContextOverflowError: not even one chunk fits, or the prompt alone does not.
         """
         context = self.engine.model.context_length
+        check_room(max_tokens, context)
         for count in range(len(hits), min(1, len(hits)) - 1, -1):
             texts = [hit.text for hit in hits[:count]]
             rendered = self.rendered(self.messages(question, texts, history))

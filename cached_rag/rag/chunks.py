@@ -191,7 +191,10 @@ def _split_code(
 
 
 class Embeddings(Protocol):
-    """What an index needs of an embedding model; `name` is kept among the index's settings."""
+    """What an index needs of an embedding model; `name` is kept among the index's settings.
+
+    With `window` and `count_tokens`, as `Embedder` has them, the server tells what was read.
+    """
 
     name: str
 
@@ -215,7 +218,7 @@ class Embedder:
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """(len(texts), dim) float32, each row of unit length.
 
-        Of a long text only the beginning is read, as the model sees no more of it.
+        Of a long text only the beginning is read, `window`, as the model sees no more of it.
 
         Raises:
             ModelNotFoundError: the embedding model cannot be loaded.
@@ -224,15 +227,35 @@ class Embedder:
         vectors = on_model_thread(lambda: self._encoded(texts))
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
+    @property
+    def window(self) -> int | None:
+        """Most tokens that the model reads of a text; None if it reads all. Errors as `embed`."""
+        window = on_model_thread(self._loaded).max_seq_length
+        return window if isinstance(window, int) else None  # without an end, it is no integer
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens each text has; of a far too long one, its beginning. Errors as `embed`.
+
+        A text of more than `window` has more than that, too, by this count.
+        """
+        return on_model_thread(lambda: self._counted(self._seen(texts)))
+
+    def _counted(self, texts: list[str]) -> list[int]:
+        tokenizer = self._loaded().tokenizer
+        if callable(tokenizer):
+            return [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]]
+        # Models of one vector a token have the bare tokenizer, and no marks around a text.
+        return [len(one) for one in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
     def _encoded(self, texts: Sequence[str]) -> Any:
-        model = self._loaded()
-        # It would tokenise a text as a whole and then cut it, and nobody is answered meanwhile.
-        window = model.max_seq_length  # in tokens; models that see all of a text have no number
-        most = window * _MOST_CHARACTERS if isinstance(window, int) else None
         options = {"convert_to_numpy": True, "show_progress_bar": False}
-        return model.encode(
-            [searchable(text)[:most] for text in texts], normalize_embeddings=True, **options
-        )
+        seen = self._seen(texts)
+        return self._loaded().encode(seen, normalize_embeddings=True, **options)
+
+    def _seen(self, texts: Sequence[str]) -> list[str]:
+        # It would tokenise a text as a whole and then cut it, and nobody is answered meanwhile.
+        most = None if self.window is None else self.window * _MOST_CHARACTERS
+        return [searchable(text)[:most] for text in texts]
 
     def _loaded(self) -> Any:
         if self._model is None:

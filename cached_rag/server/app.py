@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import __version__
 from cached_rag.server import ServerConfig
-from cached_rag.server.endings import Endings, described, event, handle_errors
+from cached_rag.server.endings import Endings, NoSuchModelError, described, event, handle_errors
 from cached_rag.server.gate import LOCAL_HOSTS, Gate, Keys
 from cached_rag.server.index import ServedIndex
 from cached_rag.server.protocol import (
@@ -90,8 +90,7 @@ def create_app(
     handle_errors(app)
     _add_answers(app, service)
     _add_documents(app, Documents(service.tenants))
-    if service.index is not None:
-        _add_embeddings(app, service.index)
+    _add_embeddings(app, service.index)
     _add_status(app, service)
     return app
 
@@ -145,13 +144,22 @@ def _names(service: Service, tenant: str) -> list[str]:
     return [service.name] if index is None else [service.name, index.name]
 
 
+def _embedding_names(service: Service, tenant: str) -> list[str]:
+    """Of the embedding model, where there is one for requests of this tenant."""
+    return [] if tenant or service.index is None else [service.index.embedding]
+
+
 def _check_model(
     service: Service, name: str, tenant: str = "", *, may_be_index: bool = True
 ) -> None:
     names = _names(service, tenant) if may_be_index else [service.name]
     if name not in names:
         known = " or ".join(map(repr, names))
-        raise HTTPException(404, f"no model {name!r} here; it is {known}")
+        if name in _embedding_names(service, tenant):
+            raise NoSuchModelError(
+                f"the model {name!r} answers nothing, it embeds (POST /v1/embeddings); ask {known}"
+            )
+        raise NoSuchModelError(f"no model {name!r} here; it is {known}")
 
 
 async def _chunks(chunks: AsyncIterator[Any]) -> AsyncIterator[str]:
@@ -225,37 +233,44 @@ def _add_documents(app: FastAPI, documents: Documents) -> None:
 
 
 async def _owning(tenant: Tenant) -> None:
-    """To tenants, what is the index's is not there at all."""
+    """To a tenant, nothing is the index's; it is not told whether there is one."""
     if tenant:
-        raise HTTPException(404)
+        raise HTTPException(403, "embeddings are for keys of no tenant; ask with one of these")
 
 
-def _add_embeddings(app: FastAPI, index: ServedIndex) -> None:
+def _add_embeddings(app: FastAPI, index: ServedIndex | None) -> None:
     @app.post("/v1/embeddings", dependencies=[Depends(_owning)])
     async def embed(request: Request, body: EmbeddingsRequest) -> Response:
         """OpenAI's embeddings, by the index's embedding model."""
+        if index is None:
+            raise HTTPException(404, "no embeddings here; start the server with serve --index")
         if body.model not in (index.embedding, index.name):
-            raise HTTPException(404, f"no model {body.model!r} here; it is {index.embedding!r}")
+            known = index.embedding
+            raise NoSuchModelError(f"no model {body.model!r} embeds here; it is {known!r}")
         return JSONResponse(await _while_waited_for(request, index.embed(body)))
 
 
 def _about(service: Service, name: str) -> dict[str, Any]:
-    """A model in OpenAI's form, with the length of its context as vLLM's servers tell it."""
+    """A model in OpenAI's form; one that answers with its context's length, as vLLM's servers."""
     facts = {"id": name, "object": "model", "created": 0, "owned_by": "cached-rag"}
+    if service.index is not None and name == service.index.embedding:
+        return facts
     return facts | {"max_model_len": service.engine.model.context_length}
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models(tenant: Tenant) -> dict[str, Any]:
-        """The model; and the index under its own name, if there is one."""
-        data = [_about(service, name) for name in _names(service, tenant)]
+        """The model; if there is an index, this under its own name, and its embedding model."""
+        names = [*_names(service, tenant), *_embedding_names(service, tenant)]
+        data = [_about(service, name) for name in names]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, tenant: Tenant) -> dict[str, Any]:
         """A model by name."""
-        _check_model(service, name, tenant)
+        if name not in _embedding_names(service, tenant):
+            _check_model(service, name, tenant)
         return _about(service, name)
 
     @app.get("/health")

@@ -35,7 +35,7 @@ from cached_rag.errors import (
     RelocationError,
     StoreFullError,
 )
-from cached_rag.server.forms import Json, failure
+from cached_rag.server.forms import REFUSED, Json, failure
 
 _log = logging.getLogger(__name__)
 _CODES = {401: "invalid_api_key", 403: "forbidden", 404: "not_found"}
@@ -58,8 +58,19 @@ STOPPING = "the server is stopping; ask again later, or another one"
 _CUT_OFF = failure(STOPPING, "server_error", "stopping")
 
 
+class NoSuchModelError(HTTPException):
+    """A request names a model that is not here, or not for it."""
+
+    def __init__(self, says: str) -> None:
+        """Args: what the client is told."""
+        super().__init__(404, says)
+
+
 def described(error: BaseException) -> tuple[int, Json]:
     """Status and body of the response to an error; what the client did not cause is logged."""
+    if isinstance(error, NoSuchModelError):
+        code = "model_not_found"
+        return 404, failure(str(error.detail), "invalid_request_error", code, "model")
     if isinstance(error, HTTPException):
         kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
         return error.status_code, failure(str(error.detail), kind, _CODES.get(error.status_code))
@@ -98,9 +109,9 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        found = [_said(one) for one in error.errors()[:3]]
-        says = "; ".join(dict.fromkeys(found))
-        return JSONResponse(failure(says, "invalid_request_error"), 400)
+        errors = error.errors()
+        says = "; ".join(dict.fromkeys(map(_said, errors[:3])))
+        return JSONResponse(failure(says, "invalid_request_error", param=_field(errors[0])), 400)
 
 
 def _said(error: dict[str, Any]) -> str:
@@ -109,7 +120,18 @@ def _said(error: dict[str, Any]) -> str:
     if kind == "json_invalid":
         return f"{_SAYS[kind]} (at character {place[-1]}: {error['ctx']['error']})"
     says: str = _SAYS.get(kind, error["msg"].removeprefix(_OURS))
-    return _where(place, is_named=kind == "extra_forbidden") + says
+    where = _where(place, is_named=kind == "extra_forbidden")
+    return f"{where}: {says}" if where else says
+
+
+def _field(error: dict[str, Any]) -> str | None:
+    """The field that an error is about; None if it is about several, or the whole body."""
+    kind, place = error["type"], tuple(error["loc"])
+    if kind == "json_invalid":
+        return None
+    if kind == REFUSED:
+        place += (error["ctx"]["field"],)
+    return _where(place, is_named=kind in ("extra_forbidden", REFUSED)) or None
 
 
 def _where(place: tuple[Any, ...], *, is_named: bool) -> str:
@@ -119,7 +141,7 @@ def _where(place: tuple[Any, ...], *, is_named: bool) -> str:
     parts = [str(part) for part in ours if part != "body" and not _BRANCH.fullmatch(str(part))]
     parts += map(str, made_up)
     names = [part.encode(errors="backslashreplace").decode()[:_NAME] for part in parts]
-    return f"{'.'.join(names)}: " if names else ""
+    return ".".join(names)
 
 
 class Metrics:

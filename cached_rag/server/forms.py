@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import pydantic
+from pydantic_core import PydanticCustomError
 
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprob
@@ -23,6 +24,8 @@ Json = dict[str, Any]
 _MOST_TOOLS = 128  # as OpenAI's
 _MOST_ARGUMENTS = 100_000
 _MOST_FIELDS = 100
+# The kind of the errors by settings that this server lacks, whose context names the "field".
+REFUSED = "refused"
 _Word = Literal["none", "auto", "required"]
 
 
@@ -33,8 +36,8 @@ class Strict(pydantic.BaseModel):
     # Fields that never change anything, and those that do not at these values.
     _ignored: ClassVar[Collection[str]] = ()
     _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    # What is said of the latter at other values.
-    _refusal: ClassVar[str] = "this server cannot do"
+    # What is said of the latter at other values, where there is more to say.
+    _refusals: ClassVar[Mapping[str, str]] = {}
 
     @pydantic.model_validator(mode="wrap")
     @classmethod
@@ -49,7 +52,9 @@ class Strict(pydantic.BaseModel):
         kept = {name: value for name, value in data.items() if name not in cls._ignored}
         for name in [one for one in cls._neutral if one in kept and one not in cls.model_fields]:
             if (value := kept.pop(name)) not in cls._neutral[name]:
-                raise ValueError(f"{cls._refusal} {name}={reprlib.repr(value)}")
+                cannot = cls._refusals.get(name, "this server cannot do")
+                says = f"{cannot} {name}={reprlib.repr(value)}"
+                raise PydanticCustomError(REFUSED, "{says}", {"says": says, "field": name})
         return read(kept)
 
 
@@ -72,6 +77,18 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _is_a_function(cls, data: Any) -> Any:
+        """Refuses a vendor's own tools in one sentence: their other fields are not to blame."""
+        kind = data.get("type", "function") if isinstance(data, dict) else "function"
+        if kind != "function":
+            raise ValueError(
+                f"this server has no tool of type {str(kind)[:50]!r}; only type 'function' is "
+                "supported, which the client runs itself"
+            )
+        return data
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
@@ -363,6 +380,6 @@ def usage(reports: Sequence[Report], num_answers: int = 1) -> Json:
     }
 
 
-def failure(message: str, kind: str, code: str | None = None) -> Json:
-    """An error in OpenAI's form."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def failure(message: str, kind: str, code: str | None = None, param: str | None = None) -> Json:
+    """An error in OpenAI's form; `param` is the field that it is about."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.config import GenerationConfig
@@ -51,24 +52,27 @@ class ServedIndex:
         self,
         messages: Sequence[Message],
         config: GenerationConfig,
-        where: Mapping[str, object] | None = None,
+        wanted: Mapping[str, Any],
     ) -> AnswerStream:
         """Answer the last message from the documents; those before it are the conversation.
 
         System messages are left out: the index has its own, which its chunks were encoded behind.
+
+        Args:
+            wanted: which chunks, as settings of `Retrieval` by name.
 
         Raises:
             ConfigError: the last message is no user's; or see `CachedRAG.stream`.
             ContextOverflowError: the conversation alone does not fit the model's context.
         """
         question, history = self._asked(messages)
-        return self._rag.stream(question, history=history, where=where, config=config)
+        return self._rag.stream(question, history=history, config=config, **wanted)
 
     def shortened(
         self,
         messages: Sequence[Message],
         config: GenerationConfig,
-        where: Mapping[str, object] | None = None,
+        wanted: Mapping[str, Any],
     ) -> GenerationConfig:
         """The settings of a shorter answer, where the conversation leaves too little room.
 
@@ -79,7 +83,8 @@ class ServedIndex:
         """
         question, history = self._asked(messages)
         least = config.replace(max_tokens=1)
-        found = self._rag.stream(question, k=1, history=history, where=where, config=least)
+        wanted = {**wanted, "k": 1}
+        found = self._rag.stream(question, history=history, config=least, **wanted)
         engine = self._rag.engine
         prompt = self._prompt(question, [hit.text for hit in found.sources], history)
         room = engine.model.context_length - engine.count_tokens(prompt)
@@ -116,13 +121,31 @@ class ServedIndex:
         return prompts.rendered(prompts.messages(question, texts, conversation(history)))
 
     async def embed(self, request: EmbeddingsRequest) -> Json:
-        """OpenAI's embeddings. A task that is cancelled embeds no more than the part under way."""
+        """OpenAI's embeddings. A task that is cancelled embeds no more than the part under way.
+
+        Ours is `truncated`: the numbers of the texts of which only the beginning was read.
+
+        Raises:
+            ConfigError: other `dimensions` than the model's.
+            ContextOverflowError: such a text, where the request will not have it truncated.
+        """
         texts = [request.input] if isinstance(request.input, str) else request.input
         as_text = request.encoding_format == "base64"
         run = asyncio.get_running_loop().run_in_executor
         vectors: list[str | list[float]] = []
+        truncated: list[int] = []
+        total = 0
         for at in range(0, len(texts), _AT_ONCE):
             part = texts[at : at + _AT_ONCE]
+            counts, window = await run(self._thread, self._measured, part)
+            total += sum(min(count, window) for count in counts)
+            truncated += [at + n for n, count in enumerate(counts) if count > window]
+            if truncated and request.truncate is False:
+                raise ContextOverflowError(
+                    f"input {truncated[0]}, counted from 0, is longer than the {window} tokens "
+                    f"that {self.embedding} reads of a text; send shorter texts, or leave truncate "
+                    "out to have its beginning embedded"
+                )
             found = await run(self._thread, self._rag.embedder.embed, part)
             if request.dimensions not in (None, found.shape[1]):
                 raise ConfigError(
@@ -134,9 +157,16 @@ class ServedIndex:
             {"object": "embedding", "index": index, "embedding": vector}
             for index, vector in enumerate(vectors)
         ]
-        # Its tokens are not counted: the embedding model's are not the language model's.
-        usage = {"prompt_tokens": 0, "total_tokens": 0}
-        return {"object": "list", "data": data, "model": self.embedding, "usage": usage}
+        usage = {"prompt_tokens": total, "total_tokens": total}
+        head = {"object": "list", "model": self.embedding, "truncated": truncated}
+        return head | {"data": data, "usage": usage}
+
+    def _measured(self, texts: Sequence[str]) -> tuple[list[int], int]:
+        """Each text's tokens, and how many of a text are read; none by models that do not tell."""
+        embedder = self._rag.embedder
+        count = getattr(embedder, "count_tokens", None)
+        window = getattr(embedder, "window", None)
+        return count(texts) if count else [], sys.maxsize if window is None else window
 
 
 def _spelled(vector: NDArray[np.float32]) -> str:

@@ -68,6 +68,8 @@ def _whole(text: str) -> str:
 Text = Annotated[str, AfterValidator(_whole)]
 Name = Annotated[Text, Field(max_length=256)]
 Value = Annotated[Text, Field(max_length=1000)] | int | float
+Chunks = Annotated[int, Field(ge=1, le=100)]  # as `Retrieval`, whose packages may be missing
+Score = Annotated[float, Field(ge=-1, le=1)]
 Stop = Annotated[Text, Field(max_length=1000)]
 
 
@@ -165,7 +167,7 @@ class Basics(Strict):
     model: Annotated[Text, Field(max_length=1000)]
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     method: Name | None = None
     quality: Name | None = None
     recompute_ratio: float | None = None
@@ -217,8 +219,9 @@ class _Settings(Basics):
 class ChatRequest(_Settings):
     """POST /v1/chat/completions.
 
-    Ours is `where`: which chunks an index may answer from, see `CachedRAG.ask`. What the model's
-    chat template is given (`chat_template_kwargs`) is vLLM's and llama.cpp's, `think` is Ollama's.
+    Ours are `k`, `min_score` and `where`: what an index answers from, see `Retrieval`. What the
+    model's chat template is given (`chat_template_kwargs`) is vLLM's and llama.cpp's, `think` is
+    Ollama's.
     """
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST)
@@ -232,6 +235,8 @@ class ChatRequest(_Settings):
     chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=16)] | None = None
     think: bool | None = None
     reasoning_effort: Name | None = None
+    k: Chunks | None = None
+    min_score: Score | None = None
     where: Annotated[dict[Name, Value | list[Value]], Field(max_length=16)] | None = None
 
     @model_validator(mode="after")
@@ -258,6 +263,11 @@ class ChatRequest(_Settings):
     def prompts(self) -> list[list[dict[str, Any]]]:
         """The conversation, as a list of one."""
         return [[message.plain() for message in self.messages]]
+
+    def retrieval(self) -> dict[str, Any]:
+        """What is asked of an index, as settings of a `Retrieval`; empty if nothing is."""
+        given = {"k": self.k, "min_score": self.min_score, "where": self.where or None}
+        return {name: value for name, value in given.items() if value is not None}
 
     def form(self) -> dict[str, Any]:
         """The form of the answer, as the settings of an engine's `Tools`."""
@@ -323,7 +333,11 @@ class DocumentsRequest(Strict):
 
 
 class EmbeddingsRequest(Strict):
-    """POST /v1/embeddings."""
+    """POST /v1/embeddings.
+
+    Ours is `truncate`: whether to embed the beginning of a text that the model cannot read to its
+    end (the default), or to refuse it.
+    """
 
     model: Annotated[Text, Field(max_length=1000)]
     input: (
@@ -334,6 +348,7 @@ class EmbeddingsRequest(Strict):
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
+    truncate: bool | None = None
     user: str | None = None
 
     @field_validator("input", mode="before")

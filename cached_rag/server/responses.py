@@ -14,7 +14,7 @@ from pydantic import Field
 
 from cached_rag.errors import ConfigError
 from cached_rag.server.forms import Json, Strict
-from cached_rag.server.protocol import Basics, ChatRequest
+from cached_rag.server.protocol import Basics, ChatRequest, Chunks, Score
 
 # Settings of OpenAI's that change nothing here, or nothing at these values.
 _WITHOUT_EFFECT = (
@@ -31,9 +31,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Fields of a part that no prompt has.
 _UNREAD = ("annotations", "logprobs")
-_REFUSAL = "this server keeps no responses (send whole conversations as input) and cannot do"
+_KEEPS_NONE = "this server keeps no responses (send whole conversations as input) and cannot do"
+_REFUSALS = dict.fromkeys(("background", "previous_response_id", "conversation"), _KEEPS_NONE)
 # Settings that chat completions have under the same name.
-_SAME = (*Basics.model_fields, "parallel_tool_calls", "where")
+_SAME = (*Basics.model_fields, "parallel_tool_calls", "k", "min_score", "where")
 
 
 class _Text(Strict):
@@ -46,7 +47,7 @@ class ResponsesRequest(Basics):
 
     _ignored = _WITHOUT_EFFECT
     _neutral = _NEUTRAL
-    _refusal = _REFUSAL
+    _refusals = _REFUSALS
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -55,6 +56,8 @@ class ResponsesRequest(Basics):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    k: Chunks | None = None
+    min_score: Score | None = None
     where: Annotated[dict[str, Any], Field(max_length=16)] | None = None
 
     def chat(self) -> ChatRequest:

@@ -107,8 +107,11 @@ class Service:
             if isinstance(request, ChatRequest) and self.is_index(request.model):
                 streams, hits = self._searched(request, tools, config)
             else:
-                if isinstance(request, ChatRequest) and request.where:
-                    raise ConfigError(f"{request.model} has no documents to choose by where=")
+                if isinstance(request, ChatRequest) and (meant := request.retrieval()):
+                    raise ConfigError(
+                        f"{request.model} has no documents to choose by {' and '.join(meant)}; "
+                        "leave this out, or ask an index"
+                    )
                 streams = []
                 for prompt in map(tools.prompt, request.prompts()):
                     fitting = self._fitting(request, prompt, config)
@@ -169,14 +172,14 @@ class Service:
 
         def begun(config: GenerationConfig) -> list[AnswerStream]:
             numbers = range(request.n or 1)
-            return [index.stream(messages, _nth(config, n), request.where) for n in numbers]
+            return [index.stream(messages, _nth(config, n), request.retrieval()) for n in numbers]
 
         try:
             found = begun(config)
         except ContextOverflowError:
             if request.wanted_tokens is not None:
                 raise
-            found = begun(index.shortened(messages, config, request.where))
+            found = begun(index.shortened(messages, config, request.retrieval()))
         return [answer.stream for answer in found], found[0].sources
 
     async def answer(self, asked: Asked) -> Json:

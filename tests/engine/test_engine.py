@@ -71,6 +71,13 @@ def test_full_ratio_generates_what_transformers_generates_in_every_family(family
     assert list(answer.token_ids) == [t for t in expected if t not in engine.model.eos_ids]
 
 
+def test_the_least_nucleus_is_the_likeliest_token(engine):
+    greedy = engine.generate(ask(CHUNKS[1]), max_tokens=16)
+    hot = {"max_tokens": 16, "temperature": 2.0}
+    assert engine.generate(ask(CHUNKS[1]), top_p=0, **hot).token_ids == greedy.token_ids
+    assert engine.generate(ask(CHUNKS[1]), **hot).token_ids != greedy.token_ids
+
+
 @pytest.mark.parametrize("sampling", [{"top_k": 20}, {"top_p": 0.8}, {"top_k": 40, "top_p": 0.9}])
 def test_sampling_equals_generate_with_the_same_seed(engine, sampling):
     messages = ask(CHUNKS[1])
@@ -183,6 +190,9 @@ def test_control_tokens_in_documents_stay_text(engine):
 def test_what_does_not_fit_is_refused(engine):
     with pytest.raises(ContextOverflowError, match="exceed the model's context of 1024"):
         engine.generate("word " * 2000)
+    for length in (1024, 5000):
+        with pytest.raises(ContextOverflowError, match=f"^max_tokens={length} exceeds the model's"):
+            engine.generate("word", max_tokens=length)
     with pytest.raises(ContextOverflowError, match=r"\('.*'\.\.\.\) .*smaller chunks"):
         engine.encode(["long " * 3000], context=None)
 
@@ -195,7 +205,7 @@ def test_what_does_not_fit_is_refused(engine):
         {"check_layer": 0},
         {"max_tokens": 0},
         {"temperature": -1},
-        {"top_p": 0},
+        {"top_p": -0.1},
         {"tempreature": 1},
         {"stop": ("",)},
     ],

@@ -87,24 +87,38 @@ def test_a_response_has_the_form_of_a_schema(client):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "says", "field"),
     [
         (
             {"previous_response_id": "resp_1"},
-            "whole conversations as input) and cannot do previous_response_id='resp_1'",
+            "this server keeps no responses (send whole conversations as input) and cannot do"
+            " previous_response_id='resp_1'",
+            "previous_response_id",
         ),
-        ({"background": True}, "cannot do background"),
-        ({"input": []}, "messages: is empty"),
-        ({"input": [{"type": "computer_call"}]}, "cannot read an input of type 'computer_call'"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
-        ({"nothing": 1}, "nothing: Extra inputs"),
+        ({"top_logprobs": 2}, "this server cannot do top_logprobs=2", "top_logprobs"),
+        ({"truncation": "auto"}, "this server cannot do truncation='auto'", "truncation"),
+        ({"input": []}, "messages: is empty; at least one is needed", "messages"),
+        (
+            {"input": [{"type": "computer_call"}]},
+            "this server cannot read an input of type 'computer_call'",
+            None,
+        ),
+        (
+            {"tools": [{"type": "web_search", "search_context_size": "low"}]},
+            "tools.0: this server has no tool of type 'web_search'; only type 'function' is"
+            " supported, which the client runs itself",
+            "tools.0",
+        ),
+        ({"nothing": 1}, "nothing: Extra inputs are not permitted", "nothing"),
+        ({"temperature": 3}, "temperature: Input should be less than or equal to 2", "temperature"),
     ],
 )
-def test_what_it_cannot_do_is_refused(address, given, says):
+def test_what_it_cannot_do_is_refused(address, given, says, field):
     body = {"model": NAME, "input": "Why?"} | given
     answer = httpx.post(f"{address}/v1/responses", json=body, timeout=60)
     assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
+    error = answer.json()["error"]
+    assert (error["message"], error["param"]) == (says, field)
 
 
 _IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}

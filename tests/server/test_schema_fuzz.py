@@ -29,6 +29,7 @@ PATHS = [
     *(("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/documents")),
     *(("DELETE", "/v1/documents"), ("GET", "/v1/models"), ("GET", "/v1/models/{name}")),
     *(("GET", "/health"), ("GET", "/metrics"), ("POST", "/v1/responses")),
+    ("POST", "/v1/embeddings"),
 ]
 GOOD = {
     "/v1/chat/completions": GREEDY | {"messages": MESSAGES},

@@ -19,7 +19,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import CachedRAG, Engine
 from cached_rag.errors import ContextOverflowError
+from cached_rag.rag.asking import NOTHING_FOUND
 from cached_rag.rag.chunks import Embedder
+from cached_rag.rag.folder import MOST_CHUNKS
 from cached_rag.server.index import ServedIndex
 
 PAGE = "https://chat.example"
@@ -36,6 +38,18 @@ class Letters:
         counts = np.array([[text.lower().count(chr(97 + n)) for n in range(26)] for text in texts])
         vectors = counts + 1e-3
         return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
+
+
+class Words(Letters):
+    """Reads and counts words, of a text no more than three."""
+
+    window = 3
+
+    def embed(self, texts):
+        return super().embed([" ".join(text.split()[:3]) for text in texts])
+
+    def count_tokens(self, texts):
+        return [len(text.split()) for text in texts]
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +164,13 @@ def test_the_default_length_is_cut_to_what_a_long_conversation_leaves(client, ra
         assert 0 < found.usage.completion_tokens < n * 256
         assert found.sources
     longer = {"messages": [*history(5000), *QUESTION]}
-    for refused in ({"max_tokens": 256}, longer):  # its own length is nobody's to cut
-        with pytest.raises(openai.BadRequestError, match="context"):
+    alone = {"max_tokens": 5000, "messages": QUESTION}
+    for refused, says in (
+        ({"max_tokens": 256}, "chunk exceed the model's context"),  # it is nobody's to cut
+        (longer, "the model's context"),
+        (alone, "max_tokens=5000 exceeds"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=says):
             client.chat.completions.create(**asked | refused)
 
 
@@ -186,10 +205,14 @@ def test_an_embedding_model_reads_no_more_of_a_text_than_it_sees(monkeypatch):
     assert max(map(len, texts)) > 40_000
     assert max(map(len, given)) < 20_000
     np.testing.assert_array_equal(found, encode(texts, **options))
+    assert embedder.count_tokens(["copper", "copper " * 300]) == [3, 302]  # with a mark at each end
+    assert embedder.window == 256
+    assert min(embedder.count_tokens(texts[:-1])) > 256
     monkeypatch.setattr(type(model), "max_seq_length", None)  # as of models that see all of a text
     given.clear()
     embedder.embed(texts)
     assert given == texts
+    assert embedder.window is None
 
 
 def test_who_leaves_has_no_more_texts_embedded(rag, monkeypatch):
@@ -252,10 +275,31 @@ def test_texts_are_embedded_as_the_index_embeds_them(client):
         client.embeddings.create(model="letters", input=[])
 
 
+def test_tokens_are_counted_and_texts_that_are_not_read_to_their_end_are_named(
+    client, rag, monkeypatch
+):
+    monkeypatch.setattr(type(rag), "embedder", Words())
+    texts = ["a lamp", *["one two three"] * 8, "one two three four", "five"]
+    done = client.embeddings.create(model="letters", input=texts)
+    assert (done.usage.prompt_tokens, done.usage.total_tokens) == (30, 30)
+    assert done.truncated == [9]
+    assert done.data[9].embedding == done.data[8].embedding
+    refuses = {"model": "letters", "extra_body": {"truncate": False}}
+    assert client.embeddings.create(input=texts[:9], **refuses).truncated == []
+    with pytest.raises(openai.BadRequestError, match=r"input 9, .* the 3 tokens") as refused:
+        client.embeddings.create(input=texts, **refuses)
+    assert refused.value.code == "context_length_exceeded"
+    monkeypatch.setattr(Words, "window", None)  # as of models that read all of a text
+    assert client.embeddings.create(input=texts, **refuses).usage.prompt_tokens == 31
+
+
 def test_who_asks_for_an_unknown_model_is_told_all_that_this_tenant_may_ask(client, address):
     options = {"model": "gpt-4o", "messages": QUESTION}
-    with pytest.raises(openai.NotFoundError, match=f"it is '{NAME}' or 'index:manual'"):
+    with pytest.raises(openai.NotFoundError, match=f"it is '{NAME}' or 'index:manual'") as caught:
         client.chat.completions.create(**options)
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.NotFoundError, match=f"it embeds .* ask '{NAME}' or 'index"):
+        client.chat.completions.create(**options | {"model": "letters"})
     with asking(address, "theirs") as other, pytest.raises(openai.NotFoundError) as caught:
         other.chat.completions.create(**options)
     assert "manual" not in str(caught.value)
@@ -272,22 +316,29 @@ def test_lists_of_tokens_are_refused_with_one_sentence(client):
 
 
 def test_models_are_listed_with_their_context(client, address):
-    found = {one.id: one.max_model_len for one in client.models.list()}
-    assert found == {NAME: 1024, "index:manual": 1024}
-    assert client.models.retrieve("index:manual").id == "index:manual"
+    found = {one.id: getattr(one, "max_model_len", None) for one in client.models.list()}
+    assert found == {NAME: 1024, "index:manual": 1024, "letters": None}
+    for name in found:
+        assert client.models.retrieve(name).id == name
     with asking(address, "theirs") as other:  # another tenant, whose documents these are not
         assert [one.id for one in other.models.list()] == [NAME]
-        with pytest.raises(openai.NotFoundError):
-            other.chat.completions.create(model="index:manual", messages=QUESTION)
+        for name in ("index:manual", "letters"):
+            with pytest.raises(openai.NotFoundError, match="no model"):
+                other.chat.completions.create(model=name, messages=QUESTION)
+            with pytest.raises(openai.NotFoundError, match="no model"):
+                other.models.retrieve(name)
 
 
-def test_tenants_do_not_learn_that_there_are_embeddings(address):
-    for body in ({"model": "letters", "input": "x"}, {"model": "any", "input": "x"}, {}):
-        headers = {"Authorization": "Bearer theirs"}
-        refused = httpx.post(f"{address}/v1/embeddings", json=body, headers=headers)
-        assert refused.status_code == 404
-        nowhere = httpx.post(f"{address}/v1/nothing", json=body, headers=headers)
-        assert refused.json() == nowhere.json()
+def test_tenants_are_told_whose_embeddings_are_but_not_whether_there_are_any(rag, address):
+    with serving(rag.engine, ["other:theirs"]) as (without_index, _):
+        for body in ({"model": "letters", "input": "x"}, {"model": "any", "input": "x"}, {}):
+            headers = {"Authorization": "Bearer theirs"}
+            asked = {"json": body, "headers": headers}
+            refused = httpx.post(f"{address}/v1/embeddings", **asked)
+            assert refused.status_code == 403
+            assert "keys of no tenant" in refused.json()["error"]["message"]
+            nowhere = httpx.post(f"{without_index}/v1/embeddings", **asked)
+            assert (nowhere.status_code, nowhere.json()) == (403, refused.json())
 
 
 def test_a_web_page_may_ask_if_it_was_allowed(address):
@@ -311,7 +362,10 @@ def test_a_web_page_may_ask_if_it_was_allowed(address):
 
 def test_without_an_index_nothing_is_embedded_and_no_page_may_ask(rag):
     with serving(rag.engine) as (address, _):
-        assert httpx.post(f"{address}/v1/embeddings", json={}).status_code == 404
+        body = {"model": "letters", "input": "x"}
+        refused = httpx.post(f"{address}/v1/embeddings", json=body)
+        assert refused.status_code == 404
+        assert "--index" in refused.json()["error"]["message"]
         headers = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
         answer = httpx.options(f"{address}/v1/models", headers=headers)
         assert "access-control-allow-origin" not in answer.headers
@@ -331,3 +385,30 @@ def test_a_request_chooses_among_the_documents(client):
     for where, model in (({"colour": "red"}, "index:manual"), ({"ordinal": 0}, NAME)):
         with pytest.raises(openai.BadRequestError, match=r"colour|no documents"):
             asked(where, model)
+
+
+def test_a_request_says_how_many_chunks_and_how_near_they_must_be(client):
+    def asked(model="index:manual", **retrieval):
+        return client.chat.completions.create(
+            model=model, messages=QUESTION, max_tokens=2, extra_body=retrieval
+        )
+
+    scores = [one["score"] for one in asked().sources]
+    assert len(scores) == 3
+    assert len(asked(k=1).sources) == 1
+    near = asked(min_score=(scores[1] + scores[2]) / 2)
+    assert [one["score"] for one in near.sources] == scores[:2]
+    response = client.responses.create(
+        model="index:manual", input="Why is copper green?", extra_body={"k": 1}
+    )
+    assert len(response.sources) == 1
+    far = asked(min_score=1)
+    assert (far.sources, far.choices[0].message.content) == ([], NOTHING_FOUND)
+    for bad in ({"k": 0}, {"k": MOST_CHUNKS + 1}, {"min_score": 1.5}):
+        with pytest.raises(openai.BadRequestError) as refused:
+            asked(**bad)
+        assert refused.value.param == next(iter(bad))
+    for good in ({"k": MOST_CHUNKS}, {"min_score": -1}):
+        asked(**good)
+        with pytest.raises(openai.BadRequestError, match="no documents to choose by"):
+            asked(model=NAME, **good)

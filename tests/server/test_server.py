@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -220,6 +221,10 @@ def test_settings_reach_the_engine(client, engine):
     expected = engine.generate(MESSAGES, **options)
     assert done.choices[0].message.content == expected.text
     assert done.choices[0].finish_reason == expected.finish_reason == "stop"
+    greedy = client.chat.completions.create(messages=MESSAGES, **GREEDY).choices[0].message.content
+    hot = GREEDY | {"temperature": 2, "top_p": 0}
+    likeliest = client.chat.completions.create(messages=MESSAGES, **hot)
+    assert likeliest.choices[0].message.content == greedy
     newer = client.chat.completions.create(
         model=NAME, messages=MESSAGES, temperature=0, max_completion_tokens=3
     )
@@ -274,7 +279,7 @@ def test_an_answer_without_a_length_has_what_there_is_room_for(client, engine):
         ({"method": "x" * 300}, "method"),
         ({"seed": 2**70}, "seed"),
         ({"stop": ["x"] * 33}, "stop"),
-        ({"max_tokens": 5000}, "context"),
+        ({"max_tokens": 5000}, "max_tokens=5000 exceeds the model's context of 1024"),
         ({"messages": [{"role": "user", "content": "word " * 3000}]}, "context"),
     ],
 )
@@ -465,7 +470,9 @@ def test_who_finds_the_queue_full_is_told_to_come_again():
             refused = httpx.post(url, json=body)
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == "1"
-            assert refused.json()["error"]["code"] == "busy"
+            error = refused.json()["error"]
+            assert error["code"] == "busy"
+            assert re.search(r"ask again in 1 s, .* --max-waiting\)", error["message"])
             streamed = httpx.post(url, json=body | {"stream": True})
             assert streamed.status_code == 429
             assert [one.result().status_code for one in busy] == [200, 200]
