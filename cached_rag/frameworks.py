@@ -297,28 +297,29 @@ class FrameworkModel(_Fields):
         """Prefill texts; each framework has options of its own.
 
         Raises:
+            ConfigError: `texts` is a single string.
             ContextOverflowError: a text exceeds the model's context.
         """
 
     def register(self, texts: Iterable[str]) -> None:
         """Know texts as chunks: those that prompts contain are encoded after the answers."""
-        self.loaded_engine().register(list(texts))
+        self.loaded_engine().register(texts)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to bring texts' KV into memory; see `cached_rag.Engine.prefetch`."""
-        self.loaded_engine().prefetch(list(texts))
+        self.loaded_engine().prefetch(texts)
 
     def order(self, texts: Iterable[str]) -> list[int]:
         """Indices of texts as an earlier prompt began with them; see `cached_rag.Engine.order`."""
-        return self.loaded_engine().order(list(texts))
+        return self.loaded_engine().order(texts)
 
     def forget(self, texts: Iterable[str]) -> None:
         """Drop texts and their KV."""
-        self.loaded_engine().forget(list(texts))
+        self.loaded_engine().forget(texts)
 
     def hold(self, texts: Iterable[str], **terms: Any) -> int:
         """Pin KV of texts, or let it live for a time; see `cached_rag.Engine.hold`."""
-        return self.loaded_engine().hold(list(texts), **terms)
+        return self.loaded_engine().hold(texts, **terms)
 
     def token_ids(self, text: str) -> list[int]:
         """Token ids of a text, by the model's own tokenizer."""

@@ -164,7 +164,8 @@ class EngineSettings(spi.FrameworkModel):
                 for none; or a function that is called with the numbers of tokens done and to do.
 
         Raises:
-            ValueError: the prompt has no such variable, or another one stands before it.
+            ConfigError: `texts` is a single string; or the prompt has no such variable, or another
+                one stands before it. A `ValueError`.
             cached_rag.errors.ContextOverflowError: a text exceeds the model's context.
             cached_rag.errors.StoreFullError: no room left; what was encoded before is kept.
         """
@@ -175,7 +176,7 @@ class EngineSettings(spi.FrameworkModel):
                 engine, names, variable, lambda v: self._prompt(filled(prompt, v))
             )
         with spi.encode_progress(progress) as shown:
-            return engine.encode(list(texts), head, context="configured", **shown)
+            return engine.encode(texts, head, context="configured", **shown)
 
     @abstractmethod
     def _prompt(self, value: Any) -> Prompt:

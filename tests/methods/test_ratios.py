@@ -109,6 +109,7 @@ def test_numbers_of_other_libraries_and_paths_are_settings_too(tmp_path):
         (lambda engine: engine.generate_batch("abc"), "prompts are several"),
         (lambda engine: engine.encode([None]), "texts are strings, not None"),
         (lambda engine: engine.prefetch("abc"), "texts are several"),
+        (lambda engine: engine.order("abc"), "texts are several"),
     ],
 )
 def test_what_is_no_prompt_and_no_text_is_refused(engine, ask, says):

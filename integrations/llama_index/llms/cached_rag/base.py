@@ -206,15 +206,16 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
                 learned from use.
 
         Raises:
-            ValueError: the prompt has no such variable, or another one stands before it.
+            ConfigError: `texts` is a single string; or the prompt has no such variable, or another
+                one stands before it. A `ValueError`.
         """
         engine = self.loaded_engine()
         if prompt is None:
-            return engine.encode(list(texts))
+            return engine.encode(texts)
         given = prompt._map_template_vars(prompt.kwargs)  # by partial_format: no variables now
         names = [name for name in prompt.template_vars if name not in given]
         head = spi.template_head(engine, names, variable, partial(self._filled, prompt))
-        return engine.encode(list(texts), head)
+        return engine.encode(texts, head)
 
     def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> spi.EncodeSummary:
         """As `encode`, for nodes: with their metadata, as response synthesis shows them.
