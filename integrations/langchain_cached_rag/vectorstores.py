@@ -127,8 +127,7 @@ class CachedRAGVectorStore(VectorStore):
         options = store_options or {}
         inner = vector_store.from_texts(texts, embedding, metadatas, ids=names, **options)
         store = cls(inner, **kwargs)
-        metadatas = metadatas or [{}] * len(texts)
-        pairs = zip(texts, metadatas, strict=True)
+        pairs = zip(texts, metadatas or [{}] * len(texts), strict=True)
         store._learn(names, [Document(page_content=t, metadata=m) for t, m in pairs], {})
         return store
 
@@ -145,8 +144,12 @@ class CachedRAGVectorStore(VectorStore):
 
         Args:
             kwargs: what the store inside takes, `ids` among it.
+
+        Raises:
+            cached_rag.ConfigError: that store has some of these ids, and would break rather
+                than replace their documents, as FAISS does. Nothing is added.
         """
-        given = kwargs.get("ids") or [document.id for document in documents]
+        given = self._given(documents, kwargs)
         before = self._recall(given, self._held(self._unknown(given)))
         ids = self.vector_store.add_documents(documents, **kwargs)
         self._learn(ids, documents, self._held(before))
@@ -154,7 +157,7 @@ class CachedRAGVectorStore(VectorStore):
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """As `add_documents`, off the event loop."""
-        given = kwargs.get("ids") or [document.id for document in documents]
+        given = await asyncio.to_thread(self._given, documents, kwargs)
         before = await self._arecall(given)
         ids = await self.vector_store.aadd_documents(documents, **kwargs)
         held = await self._aheld(before)
@@ -179,6 +182,17 @@ class CachedRAGVectorStore(VectorStore):
         held = await self._aheld(before)
         await asyncio.to_thread(self._drop, ids, before, held)
         return done
+
+    def _given(self, documents: list[Document], options: dict[str, Any]) -> list[str | None]:
+        """The ids that documents are added with; errors as `add_documents`."""
+        ids = options.get("ids") or [document.id for document in documents]
+        # FAISS and its like write vectors first; then their docstore refuses, and no search works.
+        if hasattr(self.vector_store, "docstore") and (there := self._held(_named(ids))):
+            raise ConfigError(
+                f"{type(self.vector_store).__name__} replaces no documents, and has {len(there)} "
+                f"of these ids ({', '.join([*there][:9])}); nothing was added; delete them first"
+            )
+        return list(ids)
 
     def _unknown(self, ids: Ids) -> list[str]:
         """Those of these ids whose texts the ledger does not have."""
