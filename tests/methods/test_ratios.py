@@ -83,9 +83,10 @@ def test_settings_that_mean_nothing_are_refused(settings, says):
         (StoreConfig, {"finish_seconds": None}, "finish_seconds is a number"),
         (StoreConfig, {"namespace": 5}, "namespace is a string"),
         (StoreConfig, {"path": 5}, "path is a string"),
+        (StoreConfig, {"codec": "int9"}, "codec is one of raw, int8, int4, not 'int9'"),
     ],
 )
-def test_settings_of_other_types_are_refused(kind, settings, says):
+def test_settings_of_other_types_or_names_are_refused(kind, settings, says):
     with pytest.raises(ConfigError, match=says):
         kind(**settings)
 
