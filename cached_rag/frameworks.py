@@ -345,7 +345,7 @@ class Learner:
         options: what the model's `encode` is given besides the texts.
 
     Raises:
-        ConfigError: `encode` is none of these.
+        ConfigError: `encode` is none of these, or a prompt among the options is a string.
     """
 
     llm: FrameworkModel
@@ -355,6 +355,8 @@ class Learner:
     def __post_init__(self) -> None:
         if self.encode not in get_args(Encode):
             raise ConfigError(f"encode is one of {get_args(Encode)}, not {self.encode!r}")
+        if isinstance(prompt := self.options.get("prompt"), str):
+            raise ConfigError(f"prompt is a PromptTemplate, or another template, not {prompt!r}")
 
     def learn(self, texts: Sequence[str], sources: Sequence[Hashable] | None = None) -> None:
         """Do that. What no tokenizer takes, or exceeds the context, is left out, and logged.
@@ -394,6 +396,20 @@ class Learner:
             middle = len(texts) // 2
             self._encode(texts[:middle])
             self._encode(texts[middle:])
+
+
+def checked(given: Any, kind: type, said: str) -> Any:
+    """What was given, if it is of a kind.
+
+    Args:
+        said: words for what is of another kind, and what to give instead.
+
+    Raises:
+        ConfigError: it is of another kind.
+    """
+    if not isinstance(given, kind):
+        raise ConfigError(f"a {type(given).__name__} {said}")
+    return given
 
 
 def template_head(

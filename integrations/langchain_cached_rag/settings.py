@@ -209,8 +209,7 @@ class EngineSettings(spi.FrameworkModel):
         self, asked: Any, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
         with their_errors():
-            begun = await asyncio.to_thread(self._streamed, asked, stop, kwargs)
-            stream, chunk_of, last = begun
+            stream, chunk_of, last = await asyncio.to_thread(self._streamed, asked, stop, kwargs)
             async with aclosing(stream.apieces()) as taken:
                 async for piece in taken:
                     if chunk := chunk_of(piece):

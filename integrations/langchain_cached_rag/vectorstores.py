@@ -17,7 +17,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cached_rag import ConfigError, Embedder
-from cached_rag.spi import Encode, Learner, Ledger, Progress
+from cached_rag.spi import Encode, Learner, Ledger, Progress, checked
 from langchain_cached_rag.settings import EngineSettings, unwrapped
 
 _log = logging.getLogger(__name__)
@@ -86,15 +86,11 @@ class CachedRAGVectorStore(VectorStore):
             progress: how "eager" shows how far it is; see `cached_rag.encode_progress`.
 
         Raises:
-            cached_rag.ConfigError: `vector_store` is none, or `encode` none of these, or there is
-                no single model in `llm`.
+            cached_rag.ConfigError: `vector_store` is none, `encode` none of these, or `prompt` no
+                template; or there is no single model in `llm`.
         """
-        if not isinstance(vector_store, VectorStore):
-            kind = type(vector_store).__name__
-            raise ConfigError(
-                f"a {kind} is no vector store; give one, such as InMemoryVectorStore(embeddings)"
-            )
-        self.vector_store = vector_store
+        said = "is no vector store; give one, such as InMemoryVectorStore(embeddings)"
+        self.vector_store: VectorStore = checked(vector_store, VectorStore, said)
         self._llm = unwrapped(llm)
         options = {"prompt": prompt, "variable": variable, "progress": progress}
         self._learner = Learner(self._llm, encode, options)
@@ -296,12 +292,15 @@ class SentenceTransformerEmbeddings(Embeddings):
 
     Args:
         model: a hub id or folder, or the alias "all-minilm-l6-v2".
+        model_name: the same, as `HuggingFaceEmbeddings` has it.
         device: see `SentenceTransformer`; None for the best this machine has.
     """
 
-    def __init__(self, model: str = "all-minilm-l6-v2", *, device: str | None = None) -> None:
-        self.model = model
-        self._embedder = Embedder(model, device)
+    def __init__(
+        self, model: str = "all-minilm-l6-v2", *, model_name: str = "", device: str | None = None
+    ) -> None:
+        self.model = model_name or model
+        self._embedder = Embedder(self.model, device)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """A vector a text.
