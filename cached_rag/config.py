@@ -34,6 +34,8 @@ _MOST_LOGPROBS = 20  # as OpenAI's
 KeepsRepaired = bool | Literal["conversation"]
 # How many texts there are to encode chunks behind (`library/primers.txt`).
 MOST_PRIMERS = 3
+# How KV may be written to disk (`kv/codecs.py`).
+CODEC_NAMES = ("raw", "int8", "int4")
 # What is learned from prompts; see `StoreConfig`.
 Learns = Literal["off", "recurring"]
 _METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
@@ -347,6 +349,8 @@ class StoreConfig:
         if isinstance(self.path, os.PathLike):
             object.__setattr__(self, "path", os.fspath(self.path))
         check_types(self)
+        codecs = ", ".join(CODEC_NAMES)
+        require(self.codec in CODEC_NAMES, f"codec is one of {codecs}, not {self.codec!r}")
         kept = self.sequence_bytes
         require(kept is None or kept >= 0, f"sequence_bytes is negative: {kept}")
         written = self.sequence_disk_bytes

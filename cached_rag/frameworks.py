@@ -297,28 +297,29 @@ class FrameworkModel(_Fields):
         """Prefill texts; each framework has options of its own.
 
         Raises:
+            ConfigError: `texts` is a single string.
             ContextOverflowError: a text exceeds the model's context.
         """
 
     def register(self, texts: Iterable[str]) -> None:
         """Know texts as chunks: those that prompts contain are encoded after the answers."""
-        self.loaded_engine().register(list(texts))
+        self.loaded_engine().register(texts)
 
     def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to bring texts' KV into memory; see `cached_rag.Engine.prefetch`."""
-        self.loaded_engine().prefetch(list(texts))
+        self.loaded_engine().prefetch(texts)
 
     def order(self, texts: Iterable[str]) -> list[int]:
         """Indices of texts as an earlier prompt began with them; see `cached_rag.Engine.order`."""
-        return self.loaded_engine().order(list(texts))
+        return self.loaded_engine().order(texts)
 
     def forget(self, texts: Iterable[str]) -> None:
         """Drop texts and their KV."""
-        self.loaded_engine().forget(list(texts))
+        self.loaded_engine().forget(texts)
 
     def hold(self, texts: Iterable[str], **terms: Any) -> int:
         """Pin KV of texts, or let it live for a time; see `cached_rag.Engine.hold`."""
-        return self.loaded_engine().hold(list(texts), **terms)
+        return self.loaded_engine().hold(texts, **terms)
 
     def token_ids(self, text: str) -> list[int]:
         """Token ids of a text, by the model's own tokenizer."""
@@ -344,7 +345,7 @@ class Learner:
         options: what the model's `encode` is given besides the texts.
 
     Raises:
-        ConfigError: `encode` is none of these.
+        ConfigError: `encode` is none of these, or a prompt among the options is a string.
     """
 
     llm: FrameworkModel
@@ -354,6 +355,8 @@ class Learner:
     def __post_init__(self) -> None:
         if self.encode not in get_args(Encode):
             raise ConfigError(f"encode is one of {get_args(Encode)}, not {self.encode!r}")
+        if isinstance(prompt := self.options.get("prompt"), str):
+            raise ConfigError(f"prompt is a PromptTemplate, or another template, not {prompt!r}")
 
     def learn(self, texts: Sequence[str], sources: Sequence[Hashable] | None = None) -> None:
         """Do that. What no tokenizer takes, or exceeds the context, is left out, and logged.
@@ -393,6 +396,20 @@ class Learner:
             middle = len(texts) // 2
             self._encode(texts[:middle])
             self._encode(texts[middle:])
+
+
+def checked(given: Any, kind: type, said: str) -> Any:
+    """What was given, if it is of a kind.
+
+    Args:
+        said: words for what is of another kind, and what to give instead.
+
+    Raises:
+        ConfigError: it is of another kind.
+    """
+    if not isinstance(given, kind):
+        raise ConfigError(f"a {type(given).__name__} {said}")
+    return given
 
 
 def template_head(

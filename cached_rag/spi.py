@@ -8,8 +8,9 @@ pydantic fields, the engine behind them, and `answer_config` for a call's option
 drops those that change nothing; `GENERATION_SETTINGS` are fields, `CALL_SETTINGS` a call's alone).
 `SchemaPrompt.receive` finds a schema's prompt in messages. `Learner` encodes what a retriever or a
 vector store brings, now or later, and `Ledger` remembers which document has which text.
-`template_head` finds what a prompt template begins with. Tools are `cached_rag.Tools`, whose
-answers grow by `GrowingAnswer`; `new_call_id` and `shown_logprob` are OpenAI's forms.
+`template_head` finds what a prompt template begins with; `checked` refuses what is of another kind.
+Tools are `cached_rag.Tools`, whose answers grow by `GrowingAnswer`; `new_call_id` and
+`shown_logprob` are OpenAI's forms.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         FrameworkModel,
         Learner,
         call_options,
+        checked,
         template_head,
     )
     from cached_rag.grammar.call_form import ToolCall
@@ -82,6 +84,7 @@ __all__ = [
     "TokenLogprobs",
     "ToolCall",
     "call_options",
+    "checked",
     "encode_progress",
     "new_call_id",
     "shown_logprob",
@@ -102,6 +105,7 @@ _PLACES = {
         "FrameworkModel",
         "Learner",
         "call_options",
+        "checked",
         "template_head",
     ),
     "grammar.tools": ("ToolCall",),

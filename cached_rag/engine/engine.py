@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -40,7 +40,7 @@ from cached_rag.kv.eviction import until_when
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.remote import RemoteTier, open_remote
 from cached_rag.library.encode import Context, EncodeSummary, primer
-from cached_rag.library.encoder import Encoder, check_several
+from cached_rag.library.encoder import Encoder, several
 from cached_rag.library.learning import WriteBack
 from cached_rag.library.library import Library
 from cached_rag.library.plan import Plan
@@ -268,7 +268,7 @@ class Engine:
 
     def encode(
         self,
-        texts: Sequence[str | Sequence[str]],
+        texts: Iterable[str | Sequence[str]],
         prefix: Prompt | None = None,
         progress: Callable[[int], object] = lambda _: None,
         *,
@@ -354,7 +354,7 @@ class Engine:
         is_twice = self.settings.first_exact and prefix is not None
         return (self.primer, None) if is_twice else (self.primer,)
 
-    def register(self, texts: Sequence[str]) -> int:
+    def register(self, texts: Iterable[str]) -> int:
         """Make texts known as chunks without prefilling them.
 
         The first prompt that contains such a chunk computes it as ordinary text, and its report
@@ -369,27 +369,33 @@ class Engine:
         self.check_open()
         return self._encoder.register(texts)
 
-    def prefetch(self, texts: Sequence[str]) -> None:
+    def prefetch(self, texts: Iterable[str]) -> None:
         """Begin to read the KV of texts from disk, because a prompt with them will follow.
 
         A text that is not in that prompt as it is here is looked for in parts, and the report says
         so.
+
+        Raises:
+            ConfigError: `texts` is a single string.
         """
         self.check_open()
-        check_several(texts)
+        texts = several(texts)
         self.library.handed_over.add(texts)
         self.library.prefetch(texts)
 
-    def order(self, texts: Sequence[str]) -> list[int]:
+    def order(self, texts: Iterable[str]) -> list[int]:
         """Indices of texts in an order in which an earlier prompt began with them.
 
         What a prompt has in common with it is then reused without loss. Texts that continue no
         earlier prompt keep their order, behind the others.
+
+        Raises:
+            ConfigError: `texts` is a single string.
         """
-        names = [digest(text.strip()) for text in texts]
+        names = [digest(text.strip()) for text in several(texts)]
         return self.sequences.order(self.settings.namespace, names)
 
-    def forget(self, texts: Sequence[str]) -> int:
+    def forget(self, texts: Iterable[str]) -> int:
         """Forget texts, and delete all KV of them, whichever process encoded it.
 
         No answer that is asked for from then on uses that KV. What was learned from prompts
@@ -403,6 +409,7 @@ class Engine:
             StoreError: the files cannot be opened or written, so KV would stay there.
         """
         self.check_open()
+        texts = several(texts)
         records = self._encoder.records_of(texts)
         if self._resources.learning.recurring is not None:
             self._resources.learning.recurring.clear()
@@ -411,7 +418,7 @@ class Engine:
 
     def hold(
         self,
-        texts: Sequence[str],
+        texts: Iterable[str],
         *,
         pinned: bool | None = None,
         ttl_seconds: float | None = None,

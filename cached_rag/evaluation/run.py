@@ -18,13 +18,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cached_rag.backends.base import Backend
-from cached_rag.config import GenerationConfig, StoreConfig
+from cached_rag.config import CODEC_NAMES, GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, EvaluationError
 from cached_rag.evaluation.data import Example, Questions, is_long, load_examples, messages
 from cached_rag.evaluation.measure import Measurement, figures, read, right
 from cached_rag.evaluation.summary import POOLED
-from cached_rag.kv.codecs import CODEC_NAMES
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import PRIMER, primer
 from cached_rag.methods import has_own_ratio

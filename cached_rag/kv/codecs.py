@@ -143,8 +143,6 @@ def _ungrouped(packed: Tensors) -> torch.Tensor:
 
 _CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), Int8Codec(), Int4Codec())}
 
-CODEC_NAMES = tuple(_CODECS)
-
 
 def codec_by_name(name: str) -> Codec:
     """The codec of that name.

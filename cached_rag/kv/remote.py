@@ -20,10 +20,10 @@ from weakref import WeakSet
 
 from cachetools import LRUCache, TTLCache
 
-from cached_rag.config import StoreConfig
+from cached_rag.config import CODEC_NAMES, StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.codecs import CODEC_NAMES, codec_by_name
+from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.tiers import IsWanted, Outbox
 from cached_rag.kv.transports import Transport, open_transport, shown
 from cached_rag.kv.wire import HEADS_BYTES, Head, Sizes, Wire

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -94,7 +94,7 @@ class Encoder:
 
     def read(
         self,
-        texts: Sequence[str | Sequence[str]],
+        texts: Iterable[str | Sequence[str]],
         prefix: Rendered | None,
         contexts: Sequence[Context | None],
     ) -> Order:
@@ -222,7 +222,7 @@ class Encoder:
             self._lengths[context.name, room] = lengths
         return len(behind.prefix_ids) + lengths
 
-    def register(self, texts: Sequence[str]) -> int:
+    def register(self, texts: Iterable[str]) -> int:
         """See `Engine.register`."""
         records, _ = self._records(texts)
         given = self.library.given([text for _, text in records])
@@ -231,10 +231,9 @@ class Encoder:
             self.library.register(new)
         return sum(len(record.token_ids) for record, _ in records)
 
-    def records_of(self, texts: Sequence[str]) -> list[ChunkRecord]:
+    def records_of(self, texts: Iterable[str]) -> list[ChunkRecord]:
         """The records of texts, known or not; texts that cannot be chunks have none."""
-        check_several(texts)
-        whole = [text for text in texts if not HALF_PAIR.search(text)]
+        whole = [text for text in several(texts) if not HALF_PAIR.search(text)]
         return [record for record, _ in self._records(whole)[0]]
 
     def let_go(self) -> None:
@@ -326,12 +325,11 @@ class Encoder:
         count = sum(end <= len(prefix.text) for end in tokens.ends)
         return tuple(tokens.ids[:count])
 
-    def _records(self, texts: Sequence[str]) -> tuple[list[Item], list[tuple[str, str]]]:
+    def _records(self, texts: Iterable[str]) -> tuple[list[Item], list[tuple[str, str]]]:
         """(record, text) of each text that can be a chunk, and (text, reason) of the others."""
-        check_several(texts)
         records: dict[str, Item] = {}
         skipped = []
-        for text in (text.strip() for text in texts):
+        for text in (text.strip() for text in several(texts)):
             if len(text) < ANCHOR:
                 skipped.append((text, f"shorter than {ANCHOR} characters, cheaper to prefill"))
                 continue
@@ -434,23 +432,23 @@ class Encoder:
         return tuple(self.tokenization.following(_BETWEEN).ids)
 
 
-def _documents(texts: Sequence[str | Sequence[str]]) -> list[Sequence[str]]:
+def _documents(texts: Iterable[str | Sequence[str]]) -> list[list[str]]:
     """The texts of each document; a text by itself is a document of one. Errors as below."""
     if isinstance(texts, str):
-        check_several(texts)  # which refuses it
-    documents: list[Any] = [one if isinstance(one, list | tuple) else [one] for one in texts]
-    for one in documents:
-        check_several(one)
-    return documents
+        several(texts)  # which refuses it
+    parts: Iterable[Any] = (one if isinstance(one, list | tuple) else [one] for one in texts)
+    return [several(one) for one in parts]
 
 
-def check_several(texts: Sequence[str]) -> None:
-    """Refuse what is no text, and a string, which is a sequence of texts, too: of its letters.
+def several(texts: Iterable[str]) -> list[str]:
+    """The texts, but not the letters of a string, which is a sequence of texts, too.
 
     Raises:
-        ConfigError: it is one of these.
+        ConfigError: it is one, or something in it is no text.
     """
-    if bad := [text for text in texts if not isinstance(text, str)]:
-        raise ConfigError(f"texts are strings, not {bad[0]!r}")
     if isinstance(texts, str):
         raise ConfigError("texts are several; give a single one as a list, [text]")
+    found = list(texts)
+    if bad := [text for text in found if not isinstance(text, str)]:
+        raise ConfigError(f"texts are strings, not {bad[0]!r}")
+    return found

@@ -37,7 +37,7 @@ _STEPS = 100_000
 _WORDS, _STRIDE = 40, 8
 _ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
 _SHOWN = 24
-_REMEDY = "docs/langchain.md says which changes cost what"
+_REMEDY = "docs/langchain.md and docs/llama_index.md say which changes cost what"
 
 
 class HandedOver:

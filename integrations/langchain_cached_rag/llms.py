@@ -113,15 +113,12 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
 
     def _streamed(self, asked: Any, stop: Stop, options: dict[str, Any]) -> Pieces:
         stream = self._start(asked, stop, options)
-        return stream, _chunk, partial(self._last_chunk, stream, options)
+        last = partial(self._last_chunk, stream, options)
+        return stream, lambda piece: GenerationChunk(text=piece), last
 
     def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> GenerationChunk:
         info = self._about(stream, options.get("model")) | _usage(stream)
         return GenerationChunk(text="", generation_info=info)
-
-
-def _chunk(piece: str) -> GenerationChunk:
-    return GenerationChunk(text=piece)
 
 
 def _usage(answer: Answer | Stream) -> dict[str, Any]:

@@ -14,8 +14,12 @@ from langchain_core.retrievers import BaseRetriever, RetrieverLike
 from langchain_core.runnables.base import RunnableBindingBase
 from pydantic import BeforeValidator, ConfigDict, InstanceOf
 
-from cached_rag.spi import Encode, Learner, Progress
+from cached_rag.spi import Encode, Learner, Progress, checked
 from langchain_cached_rag.settings import EngineSettings, unwrapped
+
+
+def _retriever(given: Any) -> Any:
+    return checked(given, runnables.Runnable, "is no retriever; give one, as store.as_retriever()")
 
 
 class CachedRetriever(BaseRetriever):
@@ -30,7 +34,7 @@ class CachedRetriever(BaseRetriever):
 
     model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
 
-    retriever: RetrieverLike
+    retriever: Annotated[RetrieverLike, BeforeValidator(_retriever)]
     """Any retriever, or a chain that returns documents; further arguments of `invoke` are passed
     on to it."""
     llm: Annotated[EngineSettings, BeforeValidator(unwrapped)]

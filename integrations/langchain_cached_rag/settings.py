@@ -164,7 +164,8 @@ class EngineSettings(spi.FrameworkModel):
                 for none; or a function that is called with the numbers of tokens done and to do.
 
         Raises:
-            ValueError: the prompt has no such variable, or another one stands before it.
+            ConfigError: `texts` is a single string; or the prompt has no such variable, or another
+                one stands before it. A `ValueError`.
             cached_rag.errors.ContextOverflowError: a text exceeds the model's context.
             cached_rag.errors.StoreFullError: no room left; what was encoded before is kept.
         """
@@ -175,7 +176,7 @@ class EngineSettings(spi.FrameworkModel):
                 engine, names, variable, lambda v: self._prompt(filled(prompt, v))
             )
         with spi.encode_progress(progress) as shown:
-            return engine.encode(list(texts), head, context="configured", **shown)
+            return engine.encode(texts, head, context="configured", **shown)
 
     @abstractmethod
     def _prompt(self, value: Any) -> Prompt:
@@ -208,8 +209,7 @@ class EngineSettings(spi.FrameworkModel):
         self, asked: Any, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
         with their_errors():
-            begun = await asyncio.to_thread(self._streamed, asked, stop, kwargs)
-            stream, chunk_of, last = begun
+            stream, chunk_of, last = await asyncio.to_thread(self._streamed, asked, stop, kwargs)
             async with aclosing(stream.apieces()) as taken:
                 async for piece in taken:
                     if chunk := chunk_of(piece):

@@ -116,8 +116,7 @@ class GrowingChunks:
     """An answer that comes in pieces, as LangChain has it in chunks: its text, and its calls."""
 
     def __init__(self, tools: Tools) -> None:
-        self._tools, self._growing = tools, tools.growing()
-        self._text = ""
+        self._tools, self._growing, self._text = tools, tools.growing(), ""
 
     def push(self, piece: str) -> ChatGenerationChunk | None:
         """What is new and certain: text, and parts of calls; None for nothing."""

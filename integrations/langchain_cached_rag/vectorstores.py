@@ -17,7 +17,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cached_rag import ConfigError, Embedder
-from cached_rag.spi import Encode, Learner, Ledger, Progress
+from cached_rag.spi import Encode, Learner, Ledger, Progress, checked
 from langchain_cached_rag.settings import EngineSettings, unwrapped
 
 _log = logging.getLogger(__name__)
@@ -86,15 +86,11 @@ class CachedRAGVectorStore(VectorStore):
             progress: how "eager" shows how far it is; see `cached_rag.encode_progress`.
 
         Raises:
-            cached_rag.ConfigError: `vector_store` is none, or `encode` none of these, or there is
-                no single model in `llm`.
+            cached_rag.ConfigError: `vector_store` is none, `encode` none of these, or `prompt` no
+                template; or there is no single model in `llm`.
         """
-        if not isinstance(vector_store, VectorStore):
-            kind = type(vector_store).__name__
-            raise ConfigError(
-                f"a {kind} is no vector store; give one, such as InMemoryVectorStore(embeddings)"
-            )
-        self.vector_store = vector_store
+        said = "is no vector store; give one, such as InMemoryVectorStore(embeddings)"
+        self.vector_store: VectorStore = checked(vector_store, VectorStore, said)
         self._llm = unwrapped(llm)
         options = {"prompt": prompt, "variable": variable, "progress": progress}
         self._learner = Learner(self._llm, encode, options)
@@ -127,8 +123,7 @@ class CachedRAGVectorStore(VectorStore):
         options = store_options or {}
         inner = vector_store.from_texts(texts, embedding, metadatas, ids=names, **options)
         store = cls(inner, **kwargs)
-        metadatas = metadatas or [{}] * len(texts)
-        pairs = zip(texts, metadatas, strict=True)
+        pairs = zip(texts, metadatas or [{}] * len(texts), strict=True)
         store._learn(names, [Document(page_content=t, metadata=m) for t, m in pairs], {})
         return store
 
@@ -145,8 +140,12 @@ class CachedRAGVectorStore(VectorStore):
 
         Args:
             kwargs: what the store inside takes, `ids` among it.
+
+        Raises:
+            cached_rag.ConfigError: that store has some of these ids, and would break rather
+                than replace their documents, as FAISS does. Nothing is added.
         """
-        given = kwargs.get("ids") or [document.id for document in documents]
+        given = self._given(documents, kwargs)
         before = self._recall(given, self._held(self._unknown(given)))
         ids = self.vector_store.add_documents(documents, **kwargs)
         self._learn(ids, documents, self._held(before))
@@ -154,7 +153,7 @@ class CachedRAGVectorStore(VectorStore):
 
     async def aadd_documents(self, documents: list[Document], **kwargs: Any) -> list[str]:
         """As `add_documents`, off the event loop."""
-        given = kwargs.get("ids") or [document.id for document in documents]
+        given = await asyncio.to_thread(self._given, documents, kwargs)
         before = await self._arecall(given)
         ids = await self.vector_store.aadd_documents(documents, **kwargs)
         held = await self._aheld(before)
@@ -179,6 +178,17 @@ class CachedRAGVectorStore(VectorStore):
         held = await self._aheld(before)
         await asyncio.to_thread(self._drop, ids, before, held)
         return done
+
+    def _given(self, documents: list[Document], options: dict[str, Any]) -> list[str | None]:
+        """The ids that documents are added with; errors as `add_documents`."""
+        ids = options.get("ids") or [document.id for document in documents]
+        # FAISS and its like write vectors first; then their docstore refuses, and no search works.
+        if hasattr(self.vector_store, "docstore") and (there := self._held(_named(ids))):
+            raise ConfigError(
+                f"{type(self.vector_store).__name__} replaces no documents, and has {len(there)} "
+                f"of these ids ({', '.join([*there][:9])}); nothing was added; delete them first"
+            )
+        return list(ids)
 
     def _unknown(self, ids: Ids) -> list[str]:
         """Those of these ids whose texts the ledger does not have."""
@@ -282,12 +292,15 @@ class SentenceTransformerEmbeddings(Embeddings):
 
     Args:
         model: a hub id or folder, or the alias "all-minilm-l6-v2".
+        model_name: the same, as `HuggingFaceEmbeddings` has it.
         device: see `SentenceTransformer`; None for the best this machine has.
     """
 
-    def __init__(self, model: str = "all-minilm-l6-v2", *, device: str | None = None) -> None:
-        self.model = model
-        self._embedder = Embedder(model, device)
+    def __init__(
+        self, model: str = "all-minilm-l6-v2", *, model_name: str = "", device: str | None = None
+    ) -> None:
+        self.model = model_name or model
+        self._embedder = Embedder(self.model, device)
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """A vector a text.

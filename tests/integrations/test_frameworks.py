@@ -1,4 +1,4 @@
-"""What models of frameworks extend, without any framework: settings, and the engine behind them."""
+"""What models of frameworks have in common: settings, the engine behind them, texts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import pickle
 
 import pytest
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+from langchain_cached_rag import CachedRAGLLM as StringModel
+from langchain_cached_rag import ChatCachedRAG
+from llama_index.llms.cached_rag import CachedRAGLLM
 
 from cached_rag import ConfigError, Engine
 from cached_rag.spi import (
@@ -63,3 +66,13 @@ def test_texts_are_held_and_forgotten(engine):
     assert llm.hold(CHUNKS[:2], pinned=True) == 2
     llm.forget(CHUNKS[:1])
     assert llm.hold(CHUNKS[:2], ttl_seconds=3600) == 1
+
+
+@pytest.mark.parametrize("asked", ["encode", "register", "prefetch", "order", "forget", "hold"])
+def test_a_text_that_is_no_list_is_not_taken_for_its_letters(engine, asked):
+    models = [Plain(engine=engine, name="llama")]
+    models += [kind(engine=engine) for kind in (ChatCachedRAG, StringModel, CachedRAGLLM)]
+    for llm in models:
+        with pytest.raises(ConfigError, match=r"give a single one as a list, \[text\]"):
+            getattr(llm, asked)(CHUNKS[0])
+        getattr(llm, asked)(iter(CHUNKS))

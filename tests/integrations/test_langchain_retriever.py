@@ -233,6 +233,9 @@ def test_bad_settings_are_refused(llm, inner):
         CachedRetriever(retriever=inner, llm="smollm2")
     with pytest.raises(ValueError, match="prefetch"):
         CachedRetriever(retriever=inner, llm=llm, prefetch=True)
+    said = r"InMemoryVectorStore is no retriever; .* store\.as_retriever\(\)"
+    with pytest.raises(ValueError, match=said):
+        CachedRetriever(retriever=inner.vectorstore, llm=llm)
 
 
 def test_documents_come_in_the_order_of_an_earlier_prompt(inner):

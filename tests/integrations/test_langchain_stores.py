@@ -6,6 +6,7 @@ langchain-chroma` to have it tried, too.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from langchain_cached_rag import CachedRAGVectorStore, ChatCachedRAG
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from cached_rag import Engine, StoreConfig
+from cached_rag import ConfigError, Engine, StoreConfig
 
 pytestmark = pytest.mark.slow
 
@@ -195,6 +196,29 @@ def test_what_a_later_process_replaces_is_forgotten(session):
         last.store.delete(IDS[1:2])
         assert not last.has_kv(CHANGED)
         assert last.found() == {CHUNKS[0], CHUNKS[2]}
+
+
+@pytest.mark.parametrize("session", ["faiss"], indirect=True)
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda store, texts, ids: store.add_texts(texts, ids=ids),
+        lambda store, texts, ids: asyncio.run(store.aadd_texts(texts, ids=ids)),
+    ],
+    ids=["sync", "async"],
+)
+def test_what_cannot_be_replaced_is_refused_before_anything_is_written(session, add):
+    with session() as later:
+        texts, ids = [CHANGED, f"{CHANGED} And more."], [IDS[1], "new"]
+        said = rf"has 1 of these ids \({IDS[1]}\).*delete them first"
+        with pytest.raises(ConfigError, match=said):
+            add(later.store, texts, ids)
+        assert later.found() == set(CHUNKS)
+        assert later.held() == [True] * 3
+        assert not later.has_kv(texts[1])
+        later.store.delete(ids[:1])
+        later.store.add_texts(texts, ids=ids)
+        assert later.found() == {CHUNKS[0], CHUNKS[2], *texts}
 
 
 def test_a_text_that_two_documents_have_is_kept_for_the_other(session):

@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 from conftest import CHUNKS, tiny_model
-from langchain_cached_rag import CachedRAGVectorStore, ChatCachedRAG
+from langchain_cached_rag import CachedRAGVectorStore, ChatCachedRAG, SentenceTransformerEmbeddings
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.indexing import InMemoryRecordManager, index
@@ -389,6 +389,14 @@ def test_what_cannot_be_wrapped_is_refused(llm):
         CachedRAGVectorStore(FAKE, llm)
     with pytest.raises(ConfigError, match=r"'eager', 'background', 'off'.*'sometimes'"):
         CachedRAGVectorStore(InMemoryVectorStore(FAKE), llm, encode="sometimes")
+    with pytest.raises(ConfigError, match=r"PromptTemplate.*not 'a \{context\}'"):
+        CachedRAGVectorStore(InMemoryVectorStore(FAKE), llm, prompt="a {context}")
+
+
+def test_embeddings_take_the_model_by_either_name():
+    for given in ({"model": "some/model"}, {"model_name": "some/model"}):
+        made = SentenceTransformerEmbeddings(**given, device="cpu")
+        assert made.model == made._embedder.name == "some/model"
 
 
 def test_a_store_is_made_from_documents_asynchronously(llm):

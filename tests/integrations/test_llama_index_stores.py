@@ -12,6 +12,7 @@ from llama_index.core import Document, MockEmbedding, Settings, StorageContext, 
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index.core.storage.docstore import SimpleDocumentStore
@@ -236,6 +237,24 @@ def test_a_structured_llm_reads_with_the_one_inside(llm):
     assert synthesizer._prompt_helper.context_window == llm.metadata.context_window
     with pytest.raises(ConfigError, match="a MockLLM keeps no KV; give the CachedRAGLLM"):
         CachedRetriever(Everything(), MockLLM())
+
+
+def test_what_is_of_another_kind_is_refused_before_it_is_used(llm):
+    index = make_index(llm)
+    with pytest.raises(
+        ConfigError, match=r"a VectorStoreIndex is no retriever; .*as_retriever\(\)"
+    ):
+        CachedRetriever(index, llm)
+    with pytest.raises(ConfigError, match="a str is no node; for texts use encode"):
+        llm.encode_nodes([CHUNKS[0]])
+    for make in (
+        lambda **given: CachedRetriever(index.as_retriever(), llm, **given),
+        lambda **given: CachedPostprocessor(llm, **given),
+        lambda **given: CachedVectorStore(SimpleVectorStore(), llm, **given),
+    ):
+        make(prompt=PromptTemplate("a {context_str}"))
+        with pytest.raises(ConfigError, match=r"PromptTemplate.*not 'a \{context_str\}'"):
+            make(prompt="a {context_str}")
 
 
 def test_background_leaves_encoding_for_later(llm):

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cached_rag.config import CODEC_NAMES
 from cached_rag.kv.codecs import codec_by_name
 
 LEVELS = 15
+
+
+def test_each_name_that_a_setting_may_have_is_a_codec_s():
+    assert tuple(codec_by_name(name).name for name in CODEC_NAMES) == CODEC_NAMES
 
 
 def kv(heads=2, tokens=70, key_dim=16, value_dim=64, dtype=torch.float32):

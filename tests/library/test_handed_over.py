@@ -52,6 +52,7 @@ def test_what_is_left_of_a_changed_text_is_reused_and_said(engine, change, share
     assert answer.report.cached_tokens >= share * tokens(engine, changed)
     (note,) = answer.report.notes
     assert "not in the prompt as it was retrieved" in note
+    assert "docs/langchain.md and docs/llama_index.md say" in note
     assert "they part at" in note
     assert "where the prompt has" in note
     unasked = ask(engine, changed, method="reuse").report  # known, and of use again

@@ -83,9 +83,10 @@ def test_settings_that_mean_nothing_are_refused(settings, says):
         (StoreConfig, {"finish_seconds": None}, "finish_seconds is a number"),
         (StoreConfig, {"namespace": 5}, "namespace is a string"),
         (StoreConfig, {"path": 5}, "path is a string"),
+        (StoreConfig, {"codec": "int9"}, "codec is one of raw, int8, int4, not 'int9'"),
     ],
 )
-def test_settings_of_other_types_are_refused(kind, settings, says):
+def test_settings_of_other_types_or_names_are_refused(kind, settings, says):
     with pytest.raises(ConfigError, match=says):
         kind(**settings)
 
@@ -109,6 +110,7 @@ def test_numbers_of_other_libraries_and_paths_are_settings_too(tmp_path):
         (lambda engine: engine.generate_batch("abc"), "prompts are several"),
         (lambda engine: engine.encode([None]), "texts are strings, not None"),
         (lambda engine: engine.prefetch("abc"), "texts are several"),
+        (lambda engine: engine.order("abc"), "texts are several"),
     ],
 )
 def test_what_is_no_prompt_and_no_text_is_refused(engine, ask, says):

@@ -29,7 +29,7 @@ from llama_index.llms.cached_rag.tools import CALLING, GrowingObject, offered, s
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator
 from typing_extensions import Self
 
-from cached_rag import CachedRAG, ConfigError, Engine, Tools, spi
+from cached_rag import CachedRAG, Engine, Tools, spi
 
 _log = logging.getLogger(__name__)
 _HIDDEN = "**********"
@@ -206,22 +206,28 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
                 learned from use.
 
         Raises:
-            ValueError: the prompt has no such variable, or another one stands before it.
+            ConfigError: `texts` is a single string; or the prompt has no such variable, or another
+                one stands before it. A `ValueError`.
         """
         engine = self.loaded_engine()
         if prompt is None:
-            return engine.encode(list(texts))
+            return engine.encode(texts)
         given = prompt._map_template_vars(prompt.kwargs)  # by partial_format: no variables now
         names = [name for name in prompt.template_vars if name not in given]
         head = spi.template_head(engine, names, variable, partial(self._filled, prompt))
-        return engine.encode(list(texts), head)
+        return engine.encode(texts, head)
 
     def encode_nodes(self, nodes: Iterable[BaseNode], **kwargs: Any) -> spi.EncodeSummary:
         """As `encode`, for nodes: with their metadata, as response synthesis shows them.
 
         They may be what an `IngestionPipeline` returns, or a docstore's.
+
+        Raises:
+            ConfigError: one is no node; or as `encode`.
         """
-        documents = groupby(nodes, key=lambda node: node.ref_doc_id or node.node_id)
+        said = "is no node; for texts use encode"
+        those = (spi.checked(node, BaseNode, said) for node in nodes)
+        documents = groupby(those, key=lambda node: node.ref_doc_id or node.node_id)
         texts = ([module_text(node) for node in group] for _, group in documents)
         return self.encode(texts, **kwargs)
 
@@ -381,9 +387,6 @@ def unwrapped(llm: LLM) -> CachedRAGLLM:
         ConfigError: it is neither.
     """
     inside = llm.llm if isinstance(llm, StructuredLLM) else llm
-    if isinstance(inside, CachedRAGLLM):
-        return inside
-    raise ConfigError(
-        f"llm is the model that will read the nodes, and a {type(inside).__name__} keeps no KV; "
-        "give the CachedRAGLLM that answers"
-    )
+    said = "keeps no KV; give the CachedRAGLLM that answers, which will read the nodes"
+    found: CachedRAGLLM = spi.checked(inside, CachedRAGLLM, said)
+    return found

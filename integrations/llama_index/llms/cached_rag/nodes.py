@@ -70,8 +70,7 @@ class SentenceTransformerEmbedding(BaseEmbedding):
         return "SentenceTransformerEmbedding"
 
     def _get_text_embeddings(self, texts: list[str]) -> list[list[float]]:
-        vectors: list[list[float]] = self._embedder.embed(texts).tolist()
-        return vectors
+        return list(self._embedder.embed(texts).tolist())
 
     def _get_text_embedding(self, text: str) -> list[float]:
         return self._get_text_embeddings([text])[0]

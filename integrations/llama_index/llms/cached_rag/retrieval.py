@@ -15,7 +15,7 @@ from llama_index.llms.cached_rag.base import unwrapped
 from llama_index.llms.cached_rag.nodes import Reader
 from pydantic import PrivateAttr
 
-from cached_rag.spi import Encode
+from cached_rag.spi import Encode, checked
 
 
 class CachedRetriever(BaseRetriever):
@@ -49,13 +49,15 @@ class CachedRetriever(BaseRetriever):
             kwargs: `BaseRetriever`'s.
 
         Raises:
-            cached_rag.ConfigError: there is no such `encode`, or `llm` is of another kind.
+            cached_rag.ConfigError: `retriever` or `llm` is of another kind, there is no such
+                `encode`, or `prompt` is no template.
         """
         self._reader = Reader(unwrapped(llm), encode, {"prompt": prompt, "variable": variable})
         # One that did not call its base's constructor has none before it is asked.
         manager = getattr(retriever, "callback_manager", Settings.callback_manager)
         super().__init__(**{"callback_manager": manager, **kwargs})
-        self._retriever, self._reorder = retriever, reorder
+        said = "is no retriever; give one, as index.as_retriever()"
+        self._retriever, self._reorder = checked(retriever, BaseRetriever, said), reorder
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return self._known(self._retriever.retrieve(query_bundle))
@@ -100,7 +102,8 @@ class CachedPostprocessor(BaseNodePostprocessor):
             prompt, variable: the template nodes go to, for "eager"; see `CachedRAGLLM.encode`.
 
         Raises:
-            cached_rag.ConfigError: there is no such `encode`, or `llm` is of another kind.
+            cached_rag.ConfigError: `llm` is of another kind, there is no such `encode`, or `prompt`
+                is no template.
         """
         super().__init__()
         self._reader = Reader(unwrapped(llm), encode, {"prompt": prompt, "variable": variable})

@@ -68,7 +68,7 @@ class CachedVectorStore(BasePydanticVectorStore):
                 forget what it deletes; None for memory.
 
         Raises:
-            cached_rag.ConfigError: `llm` is of another kind.
+            cached_rag.ConfigError: `llm` is of another kind, or `prompt` no template.
         """
         super().__init__(  # type: ignore[call-arg]
             stores_text=vector_store.stores_text,
@@ -77,6 +77,7 @@ class CachedVectorStore(BasePydanticVectorStore):
             encode=encode,
         )
         self._llm, self._options = unwrapped(llm), {"prompt": prompt, "variable": variable}
+        Learner(self._llm, encode, self._options)  # which checks them
         self._ledger = Ledger(ledger)
 
     def __getstate__(self) -> dict[Any, Any]:
