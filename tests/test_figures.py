@@ -87,7 +87,6 @@ def test_commits_that_are_named_exist():
 OLD = {
     ("docs/models.md", "9128e3c"),
     ("docs/models.md", "928408b"),
-    ("docs/reliability.md", "df12900"),
     ("docs/vllm.md", "24648dc"),
 }
 
