@@ -46,8 +46,8 @@ LANGUAGES = {
 # Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
 # tenth list in each other.
 _NESTING = 100
-# Why a file of no bytes is skipped; the index drops what it had of it.
-EMPTY = "is empty; what the index had of it is dropped"
+# Why a file of no bytes is skipped, of which an index drops what it has.
+EMPTY = "holds no text: the file is empty"
 # Lists of values: their text begins with a value, or with "[", and not with a title.
 _NAMELESS = (".csv", ".tsv", ".json")
 # What many tools write at the beginning of Markdown, between two lines of the same marks.
