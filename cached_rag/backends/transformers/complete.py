@@ -113,11 +113,12 @@ def copied(model: Any) -> str:
     for name in sorted(names, key=lambda name: order[name.rpartition(".")[0]]):
         place, _, own = name.rpartition(".")
         module = model.get_submodule(place)
-        kept = getattr(module, own).detach().clone()
-        if own in module._buffers:  # a view would hold its origin, whatever its data were set to
+        given = getattr(module, own)
+        kept = given.detach().clone()
+        if isinstance(given, nn.Parameter):
+            given.data = kept
+        else:  # a view would hold its origin, whatever its data were set to
             setattr(module, own, kept)
-        else:
-            getattr(module, own).data = kept
         parts[name] = _described(name, kept)
     return digest(*chain.from_iterable(parts[name] for name in names), *_code_of(model))
 
@@ -144,7 +145,7 @@ class DiskEmbedding(nn.Module):
     """A table of embeddings that stays in its file: rows are read when tokens ask for them.
 
     A prompt of four thousand tokens has about a thousand different ones; a table has up to 262,144
-    rows, a seventh of the 0.5B's weights, and more than half of Gemma 3's smallest.
+    rows, a fifth of the 0.5B's weights, and more than half of those of Gemma 3's smallest.
 
     Attributes:
         own: the layer that it stands for, without its rows; it does what it does with them.
