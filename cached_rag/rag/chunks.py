@@ -254,7 +254,8 @@ class Embedder:
 
     def _seen(self, texts: Sequence[str]) -> list[str]:
         # It would tokenise a text as a whole and then cut it, and nobody is answered meanwhile.
-        most = None if self.window is None else self.window * _MOST_CHARACTERS
+        window = self.window
+        most = None if window is None else window * _MOST_CHARACTERS
         return [searchable(text)[:most] for text in texts]
 
     def _loaded(self) -> Any:

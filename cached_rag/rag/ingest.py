@@ -25,7 +25,6 @@ from cached_rag.rag.document import Document, DocumentLimits, assembled
 from cached_rag.rag.finding import absolute, is_below, is_hidden, is_text, join, look_at, stamp
 from cached_rag.rag.folder import IndexFolder
 from cached_rag.rag.progress import IngestSummary, Say, Shown, prefilling, preparing, reading
-from cached_rag.rag.readers import EMPTY
 from cached_rag.rag.reading_process import ConfinedReader
 from cached_rag.rag.search import described
 from cached_rag.rag.workers import IngestTask, Preparation, Prepare, content, groups
@@ -198,8 +197,9 @@ class Ingestion:
 
     def _emptied(self, files: Mapping[str, Path], skipped: Iterable[tuple[str, str]]) -> list[str]:
         """Documents whose files have been emptied: nobody wants anything of them any more."""
-        sources, empty = set(self.index.sources()), {file for file, why in skipped if EMPTY in why}
-        return [one for one, file in files.items() if str(file) in empty and one in sources]
+        unread, sources = {file for file, _ in skipped}, set(self.index.sources())
+        left = {one: file for one, file in files.items() if str(file) in unread and one in sources}
+        return [one for one, file in left.items() if _is_empty(file)]
 
     def _called(
         self, path: Path, files: Sequence[Path], name: str | None, reader: ConfinedReader
@@ -307,6 +307,13 @@ class Ingestion:
 def _above(source: str) -> Iterator[str]:
     """A source, and those of the folders around it."""
     return accumulate(source.split("/"), lambda above, name: f"{above}/{name}")
+
+
+def _is_empty(file: Path) -> bool:
+    try:
+        return file.stat().st_size == 0
+    except OSError:
+        return False
 
 
 def _load(reader: ConfinedReader, file: Path, seconds: float | None) -> Document | DocumentError:

@@ -46,8 +46,6 @@ LANGUAGES = {
 # Deepest nesting of Markdown; what is deeper, the parser drops. By its default it does so with the
 # tenth list in each other.
 _NESTING = 100
-# Why a file of no bytes is skipped, of which an index drops what it has.
-EMPTY = "holds no text: the file is empty"
 # Lists of values: their text begins with a value, or with "[", and not with a title.
 _NAMELESS = (".csv", ".tsv", ".json")
 # What many tools write at the beginning of Markdown, between two lines of the same marks.
@@ -123,8 +121,8 @@ def load_document(
     except Exception as error:  # by the path, or the system
         raise _unreadable(path, error) from error
     if not document.text:
-        why = EMPTY if is_empty else "holds no text; if it is a scan, run OCR, else remove it"
-        raise DocumentError(f"{shown(path)}: {why}")
+        why = "the file is empty" if is_empty else "if it is a scan, run OCR, else remove it"
+        raise DocumentError(f"{shown(path)}: holds no text; {why}")
     return document
 
 

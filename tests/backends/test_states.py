@@ -114,7 +114,7 @@ def test_what_several_prompts_begin_with_is_kept_from_the_second_on(opened):
 
 def test_chunks_by_themselves_are_not_reused_and_it_is_said(opened):
     summary = opened.encode(CHUNKS)
-    assert (summary.encoded, summary.tokens) == (0, 0)
+    assert (summary.encoded, summary.present, summary.tokens) == (0, 0, 0)
     report = opened.generate(ask(*CHUNKS), max_tokens=1).report
     assert any("keep a state" in note for note in report.notes)
     with pytest.raises(RelocationError, match="keep a state"):

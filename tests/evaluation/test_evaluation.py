@@ -272,8 +272,15 @@ def test_measurements_say_where_they_come_from(tmp_path):
     assert (found["b2"]["rows"], found[None]["rows"]) == (1, 2)
 
 
+_ASKED = {"id": 1, "question": "?", "chunks": [{"text": "It costs 70."}]}
+
+
 @pytest.mark.parametrize(
-    "line", ["{", '{"id": 1}', '{"id": 1, "question": "?", "chunks": []}', '{"chunks": "x"}', "[]"]
+    "line",
+    [
+        *("{", '{"id": 1}', '{"id": 1, "question": "?", "chunks": []}', '{"chunks": "x"}', "[]"),
+        *(json.dumps(_ASKED | {name: "70"}) for name in ("answers", "answer")),
+    ],
 )
 def test_bad_data_is_named_with_its_line(line, tmp_path):
     path = tmp_path / "bad.jsonl"

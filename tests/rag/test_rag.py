@@ -23,7 +23,6 @@ from cached_rag.errors import (
 from cached_rag.library.encode import primer
 from cached_rag.library.library import Library
 from cached_rag.rag.answer import Prompts
-from cached_rag.rag.readers import EMPTY
 
 
 def ingest(rag, path, **options):
@@ -140,7 +139,7 @@ def test_what_was_emptied_answers_no_more_and_what_cannot_be_read_does(opened, d
     (docs / "b.txt").write_bytes(b"\x00\x01" * 40)
     summary = ingest(rag, docs)
     assert summary.deleted == 1
-    assert summary.skipped[0][1].endswith(EMPTY)
+    assert summary.skipped[0][1].endswith("the file is empty")
     assert len(summary.skipped) == 2
     assert {one.source for one in rag.documents()} == {"docs/b.txt", "docs/c.txt"}
     assert len(rag.engine.library.table) == 2

@@ -51,6 +51,12 @@ def text_half(config: Any) -> Any:
     return text
 
 
+def empty_model(config: Any, *, trust_remote_code: bool = False) -> Any:
+    """The model on the meta device: its shapes and names without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
 def load_complete(path: str, name: str, config: Any = None, **options: Any) -> Any:
     """The model as `AutoModelForCausalLM.from_pretrained` loads it, every weight from its files.
 
@@ -159,11 +165,10 @@ class DiskEmbedding(nn.Module):
             name: the table's, in the file.
         """
         super().__init__()
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            place = json.loads(file.read(header_bytes))[name]
-            self._path, self._file = path, os.dup(file.fileno())
+        self._path, self._file = path, os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
+        header_bytes = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        place = json.loads(os.pread(self._file, header_bytes, 8))[name]
         self._first = 8 + header_bytes + place["data_offsets"][0]
         self._dtype = _DTYPES[place["dtype"]]
         self._num_rows, self._width = place["shape"]

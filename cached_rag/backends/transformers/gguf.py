@@ -19,17 +19,11 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    TokenizersBackend,
-)
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, TokenizersBackend
 from transformers import modeling_gguf_pytorch_utils as loader
 from transformers.integrations.gguf import is_gguf_arch_supported
 
-from cached_rag.backends.transformers.complete import load_complete
+from cached_rag.backends.transformers.complete import empty_model, load_complete
 from cached_rag.backends.transformers.gguf_rope import ROTATIONS, refuse_scaling, set_rotation
 from cached_rag.backends.transformers.groups import Groups, StoredConfig, fits_groups, from_blocks
 from cached_rag.backends.untrusted import BoundedReader
@@ -127,7 +121,7 @@ def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
     generation = GenerationConfig.from_model_config(config)
     generation.eos_token_id = end_ids(reader, config)
     generation.save_pretrained(folder)
-    config.architectures = [type(_empty(config)).__name__]
+    config.architectures = [type(empty_model(config)).__name__]
     config.dtype = torch.bfloat16
     reader.fields.clear()  # frees the vocabulary, a million small arrays
     stored = StoredConfig()
@@ -148,17 +142,11 @@ def _read_once(source: Path) -> Iterator[Any]:
         gguf.GGUFReader = reader_type
 
 
-def _empty(config: Any) -> Any:
-    """The model on the meta device: its shapes and names without weights."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
-
-
 def _tensors(
     reader: Any, config: Any, kind: str, stored: StoredConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor by its name in the folder; adds to `stored` what is or was in few bits."""
-    empty = _empty(config)
+    empty = empty_model(config)
     linears = {name for name, part in empty.named_modules() if isinstance(part, torch.nn.Linear)}
     processor = loader.TENSOR_PROCESSORS.get(kind, loader.TensorProcessor)(config.to_dict())
     names = loader.get_gguf_hf_weights_map(empty, processor)

@@ -30,6 +30,7 @@ from cached_rag.backends.resolve import (
 from cached_rag.backends.transformers import packing
 from cached_rag.backends.transformers.complete import (
     copied,
+    empty_model,
     leave_on_disk,
     load_complete,
     merge_adapter,
@@ -108,8 +109,8 @@ def load_model(
         check_config(path, revision=commit, **variant.common)
         config = AutoConfig.from_pretrained(path, revision=commit, **variant.common)
         text = text_half(config)
-        code = {key: variant.common[key] for key in variant.common if key == _TRUSTED}
-        keeps_dense = packing.fits_dense(name, text or config, torch_dtype, device, wanted, **code)
+        empty = empty_model(text or config, trust_remote_code=bool(variant.options.get(_TRUSTED)))
+        keeps_dense = packing.fits_dense(name, empty, torch_dtype, device, wanted)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=commit, **variant.common)
         with _without_bars() if Path(path).is_dir() else nullcontext():
             model = load_complete(
@@ -154,8 +155,10 @@ def _unloadable(name: str, source: ModelSource, error: Exception) -> ModelError:
     why += str(error).partition(_ALL_KINDS)[0].strip().rstrip(".")
     if _TRUSTED in why:
         return ModelError(f'{why}. If you trust its authors: model_kwargs={{"{_TRUSTED}": True}}')
+    if isinstance(error, ImportError):  # it names what is missing
+        return ModelError(why)
     if source.is_gguf:
-        return ModelError(f"{why}. If it is not one for another program, download the file again")
+        return ModelError(f'{why}. Try backend="llama.cpp", or download the file again')
     if Path(source.path).is_dir():
         return ModelError(
             f"{why}. A folder needs config.json, tokenizer.json and all files of weights with "

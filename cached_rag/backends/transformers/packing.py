@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes, return_memory
 from cached_rag.backends.transformers.groups import (
@@ -320,22 +319,18 @@ def parse_format(weights: str, device: str) -> Format:
     return "bf16"
 
 
-def fits_dense(
-    name: str, config: Any, dtype: torch.dtype, device: str, weights: Format, **options: Any
-) -> bool:
+def fits_dense(name: str, model: Any, dtype: torch.dtype, device: str, weights: Format) -> bool:
     """Whether there is memory for a model's dense weights besides those in few bits.
 
     If not, few bits alone must do; they can only where the model's folder stores them.
 
     Args:
-        options: of `from_config`.
+        model: without weights, see `empty_model`.
 
     Raises:
         ModelError: neither fits: the system would kill this process while it loads the model.
     """
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **options)
-    dense, few, saved = _weight_bytes(model, config, dtype, weights)
+    dense, few, saved = _weight_bytes(model, dtype, weights)
     free = free_bytes(device)
     if dense + few + OVERHEAD_BYTES <= free:
         return True
@@ -352,20 +347,15 @@ def fits_dense(
     )
 
 
-def _weight_bytes(
-    model: nn.Module, config: Any, dtype: torch.dtype, weights: Format
-) -> tuple[float, float, float]:
+def _weight_bytes(model: Any, dtype: torch.dtype, weights: Format) -> tuple[float, float, float]:
     """How much memory a model's weights take, by its configuration.
-
-    Args:
-        model: without weights.
 
     Returns:
         Bytes of dense weights in `dtype`; of those in few bits besides; and how many fewer there
         are while the model is loaded without dense weights of layers stored in 4 bits.
     """
     dense = sum(int(part.numel()) for part in model.parameters()) * dtype.itemsize
-    stored = getattr(config, "quantization_config", None) or {}
+    stored = getattr(model.config, "quantization_config", None) or {}
     few = saved = 0.0
     for name, part in model.named_modules():
         if not isinstance(part, torch.nn.Linear):
