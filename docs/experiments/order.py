@@ -1,28 +1,41 @@
-"""What an order of chunks is worth that begins as an earlier prompt did (`reorder`).
+"""What an order of chunks is worth that begins as an earlier prompt did.
 
 Questions come one after another, each over chunks of one article, ranked for it by their vectors.
-They are asked in this order, and in the one that `Engine.order` makes of it. Between two questions
-there is time for what engines do in the background.
+They are asked in this order; in the one that `Engine.order` makes of it (`reorder`); and, if it is
+installed (`pip install --no-deps contextpilot==0.5.0`, and scipy), as ContextPilot (arXiv
+2511.03475) writes the prompt: chunks in its order, in the system message, with a line that tells
+their rank. Between two questions there is time for what engines do in the background.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import takewhile
+
+import torch
 
 from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
+from cached_rag.evaluation.answers import Question
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.measure import f1, right
-from cached_rag.rag.answer import Prompts
+from cached_rag.rag.answer import Prompts, Turn
 from cached_rag.rag.chunks import Embedder
+from docs.experiments.peers.llama_cpp import gguf_file
+from docs.experiments.peers.llama_server import LlamaServer
 
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
-ORDERS = ("ranked", "kept")
+ORDERS = ("ranked", "kept", "contextpilot")
+SERVER = "llama-server"
+_MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -30,9 +43,11 @@ class OrderRow:
     """One method and order, means over questions.
 
     Attributes:
+        method: one of this library's, or `llama-server`, which keeps the last prompt's beginning.
         right, f1: of the answers.
-        from_earlier: share of the prompts' tokens whose KV earlier prompts left.
-        charged: share of (token, layer) pairs that were computed.
+        from_earlier: share of the prompts' tokens whose KV earlier prompts left; None where it is
+            not told.
+        charged: share of (token, layer) pairs that were computed; None likewise.
         ttft_ms: median of the milliseconds to the first token.
     """
 
@@ -41,9 +56,22 @@ class OrderRow:
     questions: int
     right: float
     f1: float
-    from_earlier: float
-    charged: float
+    from_earlier: float | None
+    charged: float | None
     ttft_ms: float
+
+
+@dataclass(frozen=True)
+class _Said:
+    text: str
+    ttft_ms: float
+    tokens: int
+    kept: int | None = None
+    charged: float | None = None
+
+
+# Answers a question over chunks, ranked best first.
+_Asks = Callable[[str, Sequence[str]], _Said]
 
 
 def bench_order(
@@ -51,36 +79,120 @@ def bench_order(
     examples: Sequence[Example],
     folder: str,
     *,
+    name: str,
     methods: Sequence[str] = ("full", "prefix", "auto"),
     new_tokens: int = 16,
 ) -> list[OrderRow]:
-    """Ask all questions with each method in both orders, each of them in an engine of its own.
+    """Ask all questions with each method in each order, each of them in an engine of its own.
 
     Args:
         folder: for the chunks' KV, which all engines share.
+        name: of the model, from which the server's file follows.
+        methods: of this library, and `llama-server` for llama.cpp's server with the same file.
     """
     embedder, store = Embedder(), StoreConfig(path=folder, sequence_disk_bytes=0)
-    found: dict[tuple[str, str], list[tuple[float, float, Report]]] = {}
+    found: dict[tuple[str, str], list[tuple[_Said, float, float]]] = {}
     with ExitStack() as opened:
-        engines = {
-            (method, order): opened.enter_context(Engine(model, store))
-            for method in methods
-            for order in ORDERS
-        }
+        asks: dict[tuple[str, str], _Asks] = {}
+        for method in methods:
+            for order in _orders(method):
+                engine = opened.enter_context(Engine(model, store))
+                chats = _CHATS[order](engine)
+                if method == SERVER:
+                    asks[method, order] = _of_server(name, engine, chats, new_tokens, opened)
+                else:
+                    asks[method, order] = _of_engine(engine, chats, method, new_tokens)
         for one in examples:
             texts = _ranked(embedder, one)
-            for (method, order), engine in engines.items():
-                asked = Prompts(engine, _SYSTEM)
-                engine.encode(texts, asked.head())
-                given = [texts[at] for at in engine.order(texts)] if order == "kept" else texts
-                prompt = asked.rendered(asked.messages(one.question, given))
-                config = GenerationConfig(method=method, max_tokens=new_tokens)
-                answer = engine.generate(prompt, config)
-                scores = right(answer.text, one.answers), f1(answer.text, one.answers)
-                found.setdefault((method, order), []).append((*scores, answer.report))
-                assert engine.write_back is not None
-                engine.write_back.drain()
+            for variant, ask in asks.items():
+                said = ask(one.question, texts)
+                scores = right(said.text, one.answers), f1(said.text, one.answers)
+                found.setdefault(variant, []).append((said, *scores))
     return [_row(method, order, rows) for (method, order), rows in found.items()]
+
+
+def _orders(method: str) -> list[str]:
+    """Orders that a method is asked in: a server knows none that begins as what it kept."""
+    is_there = {"contextpilot": find_spec("contextpilot") is not None, "kept": method != SERVER}
+    return [order for order in ORDERS if is_there.get(order, True)]
+
+
+# Makes a chat of a question and its chunks.
+_Chats = Callable[[str, Sequence[str]], list[Turn]]
+
+
+def _as_ranked(engine: Engine) -> _Chats:
+    return Prompts(engine, _SYSTEM).messages
+
+
+def _as_kept(engine: Engine) -> _Chats:
+    prompts = Prompts(engine, _SYSTEM)
+    return lambda question, texts: prompts.messages(
+        question, [texts[at] for at in engine.order(texts)]
+    )
+
+
+def _as_contextpilot(engine: Engine) -> _Chats:
+    """As its `optimize` does, with an index of its own."""
+    from contextpilot import ContextPilot, api
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        pilot = ContextPilot(use_gpu=False)
+
+    def chat(question: str, texts: Sequence[str]) -> list[Turn]:
+        with contextlib.redirect_stdout(io.StringIO()):  # it tells what it does
+            (ordered,), _ = pilot.reorder(list(texts))
+        system = api._build_system_prompt(ordered, list(texts), _SYSTEM)
+        return [{"role": "system", "content": system}, {"role": "user", "content": question}]
+
+    return chat
+
+
+_CHATS: Mapping[str, Callable[[Engine], _Chats]] = {
+    "ranked": _as_ranked,
+    "kept": _as_kept,
+    "contextpilot": _as_contextpilot,
+}
+
+
+def _of_engine(engine: Engine, chats: _Chats, method: str, new_tokens: int) -> _Asks:
+    prompts = Prompts(engine, _SYSTEM)
+    config = GenerationConfig(method=method, max_tokens=new_tokens)
+
+    def ask(question: str, texts: Sequence[str]) -> _Said:
+        engine.encode(texts, prompts.head())
+        answer = engine.generate(prompts.rendered(chats(question, texts)), config)
+        assert engine.write_back is not None
+        engine.write_back.drain()
+        report = answer.report
+        return _Said(
+            answer.text,
+            report.ttft_ms,
+            report.prompt_tokens,
+            report.kept_tokens,
+            report.charged_recompute,
+        )
+
+    return ask
+
+
+def _of_server(
+    model: str, engine: Engine, chats: _Chats, new_tokens: int, opened: ExitStack
+) -> _Asks:
+    """llama.cpp's server; the engine only makes the prompts."""
+    server = LlamaServer(gguf_file(model), _MOST_TOKENS, torch.get_num_threads())
+    opened.callback(server.close)
+    prompts = Prompts(engine, _SYSTEM)
+
+    def ask(question: str, texts: Sequence[str]) -> _Said:
+        rendered = prompts.rendered(chats(question, texts))
+        tokens, _ = engine.plan(rendered, "full", Report("full"))
+        sample = server.answer(Question(rendered, tuple(tokens.ids)), new_tokens)
+        told = takewhile(lambda token: token not in engine.model.eos_ids, sample.token_ids)
+        text = engine.model.tokenizer.decode(list(told))
+        return _Said(text, sample.ttft_ms, len(tokens.ids))
+
+    return ask
 
 
 def _ranked(embedder: Embedder, one: Example) -> list[str]:
@@ -90,16 +202,17 @@ def _ranked(embedder: Embedder, one: Example) -> list[str]:
     return [chunk for _, chunk in sorted(zip(nearness, one.chunks, strict=True), reverse=True)]
 
 
-def _row(method: str, order: str, rows: Sequence[tuple[float, float, Report]]) -> OrderRow:
-    rights, scores, reports = zip(*rows, strict=True)
-    total = sum(report.prompt_tokens for report in reports)
+def _row(method: str, order: str, rows: Sequence[tuple[_Said, float, float]]) -> OrderRow:
+    said, rights, scores = zip(*rows, strict=True)
+    kept = [one.kept for one in said if one.kept is not None]
+    charged = [one.charged for one in said if one.charged is not None]
     return OrderRow(
         method,
         order,
         len(rows),
         statistics.fmean(rights),
         statistics.fmean(scores),
-        sum(report.kept_tokens for report in reports) / total,
-        statistics.fmean(report.charged_recompute for report in reports),
-        statistics.median(report.ttft_ms for report in reports),
+        sum(kept) / sum(one.tokens for one in said) if kept else None,
+        statistics.fmean(charged) if charged else None,
+        statistics.median(one.ttft_ms for one in said),
     )

@@ -1,4 +1,4 @@
-"""What a store of many chunks costs: they are really encoded and written, a hundred to 10^5.
+"""What a store of many chunks costs: they are really encoded and written, a hundred to 10^6.
 
 Chunks are short, so that many fit a disk; what depends on their number does not depend on their
 length: opening the store, what a process knows of each chunk, finding chunks in a prompt. Bytes and

@@ -131,7 +131,7 @@ def order(
     how: Loaded,
     as_json: Json = False,
 ) -> None:
-    """Chunks in the order that a search gives, and in one that begins as an earlier prompt."""
+    """Chunks in the order that a search gives, and in those that begin as an earlier prompt."""
     from cached_rag import load_model
     from cached_rag.evaluation.data import load_examples
     from cached_rag.evaluation.machine import machine
@@ -140,7 +140,7 @@ def order(
     loaded = load_model(model, **how)
     examples = [example for path in data for example in load_examples(path, limit)]
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        rows = bench_order(loaded, examples, folder, methods=names(methods))
+        rows = bench_order(loaded, examples, folder, name=model, methods=names(methods))
     print_rows(rows, machine(loaded), as_json=as_json)
 
 

@@ -9,14 +9,17 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from cached_rag.cli.options import Model, numbers
+from cached_rag.cli.options import numbers
 from cached_rag.cli.terminal import Json, err, print_rows
 from cached_rag.config import DEFAULT_MODEL
 from docs.experiments.commands import Loaded
 
 
 def stored(
-    model: Model = DEFAULT_MODEL,
+    model: Annotated[
+        str,
+        typer.Option(help='A model; or "tiny", one of random weights whose KV takes little room.'),
+    ] = DEFAULT_MODEL,
     chunks: Annotated[
         str, typer.Option(help="Numbers of chunks, comma-separated, growing.")
     ] = "100,1000,10000",
@@ -33,10 +36,11 @@ def stored(
     """Opening, finding and reading where so many chunks are really stored (docs/scale.md)."""
     from cached_rag import load_model
     from cached_rag.evaluation.machine import machine
+    from docs.experiments.random_model import random_model
     from docs.experiments.stored import bench_stored
 
     counts = [round(count) for count in numbers(chunks, float, "chunks are numbers")]
-    loaded = load_model(model, **how)
+    loaded = random_model(model, "cpu") if model == "tiny" else load_model(model, **how)
     with (
         tempfile.TemporaryDirectory() as temporary,
         Progress(console=err, disable=as_json) as bar,
