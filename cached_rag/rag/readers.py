@@ -55,29 +55,16 @@ _QUOTES = " \t'\""
 _MOST_SAID = 300
 _FRONT_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*(.+)$", re.MULTILINE | re.IGNORECASE)
 
-# Of UTF-16 and UTF-32, which alone have zeros in texts.
-_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 # A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
 # In texts of other encodings it is the other way round.
 _WHOLE = 4
-# Beyond ASCII, what texts in Western European languages have; but for letters in whose place others
-# have their own, as Turkish has for those of Icelandic, and for those that Czech has, too.
-_LETTERS = "àáâäåãæçèéêëìíîïñòóôöõøùúûüßœÿ"
-_MARKS = bytes((*range(0x80, 0x8A), 0x8B, *range(0x91, 0x9A), 0x9B, *range(0xA0, 0xC0), 0xD7))
-_WESTERN = {*_LETTERS, *_MARKS.decode("cp1252", errors="ignore")}
+# A guess at an encoding that is less sure is none: of few characters beyond ASCII.
+_SURE = 0.08
 _WORD = r"[^\W_]+"
 _DIVIDED = re.compile(rf"({_WORD})[-\u2010][ \t]*\n[ \t]*({_WORD})")
 # Words, and words of several parts.
 _WORDS = re.compile(rf"{_WORD}(?:-{_WORD})*")
-# What English words with a hyphen mostly begin with; and what follows one that stands for a part of
-# a word, as in "low- and high-pressure".
-_BEFORE = frozenset(
-    (
-        *("cross", "double", "four", "full", "half", "heavy", "high", "ill", "last", "left"),
-        *("long", "low", "near", "non", "open", "right", "self", "semi", "short", "single"),
-        *("six", "three", "top", "twin", "two", "water", "well"),
-    )
-)
+# What follows a hyphen that stands for a part of a word, as in "low- and high-pressure".
 _BETWEEN = frozenset(("and", "bis", "or", "oder", "to", "und"))
 # Words that are no longer, as "in" and "to", are the beginning or end of many others.
 _SHORT = 3
@@ -291,13 +278,14 @@ def decoded(path: Path) -> str:
     except UnicodeDecodeError:
         if (damaged := _damaged_utf8(data)) is not None:
             return damaged
-        from charset_normalizer import from_bytes
+    import chardet
 
-        found = from_bytes(data)
-        best = found.best()
-        if best is None or (b"\x00" in data[:4096] and not data.startswith(_BYTE_ORDER_MARKS)):
-            raise DocumentError(f"{path}: is not text in any known encoding") from None
-        return _western(data, found) or str(best)
+    era = chardet.EncodingEra.MODERN_WEB
+    found = chardet.detect(data, encoding_era=era, max_bytes=len(data))
+    if found["encoding"] is None:
+        raise DocumentError(f"{path}: is not text in any known encoding")
+    encoding = found["encoding"] if found["confidence"] >= _SURE else "cp1252"
+    return data.decode(encoding, errors="replace")
 
 
 def _damaged_utf8(data: bytes) -> str | None:
@@ -308,36 +296,14 @@ def _damaged_utf8(data: bytes) -> str | None:
     text = data.decode("utf-8-sig", errors="replace")
     lost = text.count("\ufffd")
     whole = sum(not character.isascii() for character in text) - lost
-    has_mark = data.startswith(codecs.BOM_UTF8)
-    is_utf8 = has_mark or (whole >= _WHOLE * lost and b"\x00" not in data[:4096])
+    is_utf8 = data.startswith(codecs.BOM_UTF8) or whole >= _WHOLE * lost
     return text if is_utf8 else None
 
 
-def _western(data: bytes, found: Any) -> str | None:
-    """The text in cp1252, if that is as good a guess as any; None if another one is better.
-
-    Of guesses that are as good the library takes any, which turns French into Lithuanian letters.
-
-    Args:
-        found: the library's guesses, the best one first.
-    """
-    try:
-        text = data.decode("cp1252")
-    except UnicodeDecodeError:
-        return None
-    letters = {letter for letter in text.lower() if not letter.isascii()}
-    is_hungarian = "õ" in letters and "ã" not in letters  # õ stands where cp1250 has ő
-    guesses = (one for one in found if "cp1252" in (one.encoding, *one.could_be_from_charset))
-    guess = next(guesses, None)
-    if guess is None or is_hungarian or not letters <= _WESTERN:
-        return None
-    return text if guess.coherence >= found.best().coherence else None
-
-
 def joined(pages: Sequence[str]) -> list[str]:
-    """Pages whose divided words are whole again: "pro-", "cedure", but "well-", "known" with "-".
+    """Pages whose divided words are whole again: "pro-", "cedure".
 
-    What else the document says decides, and where it says neither, how the word begins.
+    A hyphen stays if the document has the word with it elsewhere, or both its parts as words.
     """
     whole = (_DIVIDED.sub(" ", page) for page in pages)
     known = {word.lower() for page in whole for word in _WORDS.findall(page)}
@@ -349,7 +315,6 @@ def joined(pages: Sequence[str]) -> list[str]:
         is_compound = (
             not (begin.isalpha() and found[2].isalpha() and found[2].islower())
             or f"{begin}-{end}" in known
-            or (len(end) > _SHORT and begin in _BEFORE)
             or (min(len(begin), len(end)) > _SHORT and begin in known and end in known)
         )
         hyphen = "-" if is_compound and begin + end not in known else ""

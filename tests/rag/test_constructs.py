@@ -332,7 +332,7 @@ def test_numbers_are_as_a_sheet_shows_them(number, code, wanted):
     ("page", "wanted"),
     [
         ("The pro-\ncedure", "The procedure"),
-        ("a well-\nknown valve", "a well-known valve"),
+        ("known as well, a well-\nknown valve", "known as well, a well-known valve"),
         ("as is known-good and known-\ngood", "as is known-good and known-good"),
         ("pressure, relief: a pressure-\nrelief", "pressure, relief: a pressure-relief"),
         ("part V-\n10, 2-\n3", "part V-10, 2-3"),
