@@ -9,8 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -95,18 +94,14 @@ def load_document(
         known = ", ".join(sorted(READERS))
         kind = shown(path.suffix) or "no suffix"
         raise DocumentError(f"{shown(path)}: no reader for {kind}; known: {known}")
+    copy = path
     try:
-        with (
-            private_copy(path, inside or path.resolve(), max_bytes) as copy,
-            _told_of(copy, path),
-            text_limit(max_characters),
-        ):
-            document = _read(copy, reader, path)
+        with private_copy(path, inside or path.resolve(), max_bytes) as copy:
+            with text_limit(max_characters):
+                document = _read(copy, reader, path)
             is_empty = copy.stat().st_size == 0
-    except DocumentError:
-        raise
-    except Exception as error:  # by the path, or the system
-        raise _unreadable(path, error) from error
+    except Exception as error:  # by the path, the system, or a parser, which can raise anything
+        raise _said_of(path, copy, error) from error
     if not document.text:
         why = "the file is empty" if is_empty else "if it is a scan, run OCR, else remove it"
         raise DocumentError(f"{shown(path)}: holds no text; {why}")
@@ -118,7 +113,7 @@ def _read(copy: Path, reader: Callable[[Path], str | Iterable[Part]], path: Path
     found = reader(copy)
     parts = [(found, {})] if isinstance(found, str) else found
     language = LANGUAGES.get(suffix, "")
-    is_nameless = suffix in _NAMELESS and not _is_titled(found)
+    is_nameless = suffix in _NAMELESS and not str(found).startswith("Title: ")
     title = shown(path.name) if language or is_nameless else ""
     parts = limited(parts, _length)
     return assembled(str(path), parts, title=title, language=language)
@@ -130,28 +125,14 @@ def _length(part: Part) -> int:
     return len(text) + sum(len(str(value)) for value in known.values())
 
 
-@contextmanager
-def _told_of(copy: Path, path: Path) -> Iterator[None]:
-    """Has what is said of a copy be said of the file, in a DocumentError."""
-    try:
-        yield
-    except DocumentError as error:
-        said = str(error).replace(str(copy), shown(path))
-        said = said if said.startswith(shown(path)) else f"{shown(path)}: {said}"
-        raise DocumentError(said) from error
-    except MissingPackageError as error:
-        raise DocumentError(f"{shown(path)}: {error}") from error
-    except Exception as error:  # a broken file can make a parser raise anything
-        raise _unreadable(path, error, copy) from error
-
-
-def _unreadable(path: Path, error: Exception, copy: Path | None = None) -> DocumentError:
-    said = f"{type(error).__name__}: {error}".replace(str(copy or path), path.name)[:_MOST_SAID]
-    return DocumentError(f"{shown(path)}: cannot be read ({shown(said)}); repair or remove it")
-
-
-def _is_titled(found: str | Iterable[Part]) -> bool:
-    return isinstance(found, str) and found.startswith("Title: ")
+def _said_of(path: Path, copy: Path, error: Exception) -> DocumentError:
+    """What went wrong with a copy, said of the file."""
+    name = shown(path)
+    said = str(error).replace(str(copy), name)
+    if not isinstance(error, DocumentError | MissingPackageError):
+        why = shown(f"{type(error).__name__}: {said}"[:_MOST_SAID])
+        said = f"cannot be read ({why}); repair or remove it"
+    return DocumentError(said if said.startswith(name) else f"{name}: {said}")
 
 
 def _html_parts(html: str) -> list[Part]:
