@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from datetime import datetime, time, timedelta
-from decimal import ROUND_HALF_UP, Context, Decimal
+from decimal import ROUND_HALF_UP, Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,10 @@ from cached_rag.rag.office import Archive, local, says
 # What a format has beside digits: colours and conditions, a currency, room for a character, a
 # character as it is, text in quotes.
 _BESIDE = re.compile(r"\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|[_*].|\\(.)|\"([^\"]*)\"")
-_DIGITS = re.compile(r"[#0?][#0?,]*(?:\.([#0?]*))?(,*)")
-# Formats that are no plain number: scientific ones, fractions, text.
-_OTHER = re.compile(r"general|[eE][+-]|/|@", re.IGNORECASE)
+_DIGITS = re.compile(r"[#0?][#0?,.]*")
+# Formats that are no plain number: scientific ones, fractions, text, thousands.
+_OTHER = re.compile(r"general|[eE][+-]|/|@|,(?![#0?])", re.IGNORECASE)
 _MOST_DECIMALS = 15
-_EXACT = Context(prec=400)  # more digits than a number can have
 
 # Enough to see what stands between values.
 _SAMPLE = 1 << 13
@@ -146,33 +145,27 @@ def formatted(number: float, code: str) -> str:
     >>> formatted(0.125, "0.0%"), formatted(-1234.5, '#,##0.00" kg"')
     ('12.5%', '-1,234.50 kg')
     """
-    sections = _sections(code)
-    is_own = number < 0 and len(sections) > 1 and bool(sections[1])
-    section = sections[1] if is_own else sections[0]
+    sections = code.split(";")
+    is_own = number < 0 and len(sections) > 1
+    section = sections[is_own]
     plain = _BESIDE.sub("", section)
-    if _OTHER.search(plain) or not (digits := _DIGITS.search(plain)):
+    found = _DIGITS.search(plain)
+    if found is None or _OTHER.search(plain):
         return f"{number:.15g}"
-    decimals = digits[1] or ""
-    value = abs(Decimal(repr(number))).scaleb(2 * plain.count("%") - 3 * len(digits[2]))
-    least = Decimal(1).scaleb(-min(len(decimals), _MOST_DECIMALS))
-    comma = "," if "," in digits[0].rstrip(",") else ""
-    said = f"{value.quantize(least, ROUND_HALF_UP, _EXACT):{comma}f}"
-    if not comma:  # as in "00042"
-        said = "0" * (digits[0].partition(".")[0].count("0") - len(said.partition(".")[0])) + said
-    optional = len(decimals) - len(decimals.rstrip("#?"))
-    for _ in range(optional):
-        said = said.removesuffix("0")
-    said = said.removesuffix(".")
-    spelled = _BESIDE.sub(lambda found: "".join(text or "" for text in found.groups()), section)
-    place = _DIGITS.search(spelled)
-    assert place is not None
+    whole, _, decimals = found[0].partition(".")
+    comma = "," if "," in whole else ""
+    places = min(len(decimals), _MOST_DECIMALS)
+    width = max(whole.count("0"), 1) + (places + 1 if places else 0)  # as of "00042"
+    value = Decimal(repr(abs(number))).scaleb(2 * plain.count("%"))
+    with localcontext() as context:
+        context.rounding = ROUND_HALF_UP
+        said = f"{value:0{width}{comma}.{places}f}"
+    if decimals.endswith(("#", "?")):
+        said = said.rstrip("0").removesuffix(".")
+    spelled = _BESIDE.sub(lambda beside: "".join(text or "" for text in beside.groups()), section)
+    before, _, behind = spelled.partition(found[0])
     sign = "-" if number < 0 and not is_own else ""
-    return f"{sign}{spelled[: place.start()]}{said}{spelled[place.end() :]}".strip()
-
-
-def _sections(code: str) -> list[str]:
-    """A format's parts: for numbers above zero, below, and zero. Quoted text may have ";"."""
-    return re.findall(r"((?:\"[^\"]*\"|\\.|[^;])*)(?:;|$)", code) or [code]
+    return f"{sign}{before}{said}{behind}".strip()
 
 
 def read_opendocument(path: Path) -> list[Part]:
