@@ -40,7 +40,7 @@ _TITLES = ("title", "ctrTitle")
 _HIDDEN_ON_SLIDES = ("Fallback", "extLst")
 
 
-class Archive:
+class Archive(zipfile.ZipFile):
     """An archive's members.
 
     Raises:
@@ -49,24 +49,14 @@ class Archive:
     """
 
     def __init__(self, path: Path) -> None:
-        self._zip = zipfile.ZipFile(path)
-        self.names = frozenset(self._zip.namelist())
-        size = sum(member.file_size for member in self._zip.infolist())
+        super().__init__(path)
+        self.names = frozenset(self.namelist())
+        size = sum(member.file_size for member in self.infolist())
         if size > _MOST_BYTES:
-            self._zip.close()
+            self.close()
             raise DocumentError(
                 f"{path}: unpacked it has {size} bytes, more than {_MOST_BYTES}; split the document"
             )
-
-    def __enter__(self) -> Archive:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._zip.close()
-
-    def read(self, name: str) -> bytes:
-        """A member's bytes; KeyError if there is none of this name."""
-        return self._zip.read(name)
 
     def xml(self, name: str) -> Any:
         """A member as a tree, whose entities stay unread; an empty one if there is none."""
@@ -199,27 +189,17 @@ class _Styles:
         return f"h{int(says(level)) + 1}" if level is not None and says(level) in "01234" else ""
 
 
-@dataclass(frozen=True)
-class _Level:
-    """One level of a list: its first number, its kind of numerals, and how a number is written."""
-
-    start: int
-    kind: str
-    text: str
-
-
 class _Numbering:
     """The numbers of a document's lists, counted on."""
 
     def __init__(self, root: Any) -> None:
-        levels = {
+        self._levels = {
             says(one, "abstractNumId"): {
-                says(level, "ilvl"): _level(level) for level in one.iterchildren("{*}lvl")
+                says(level, "ilvl"): level for level in one.iterchildren("{*}lvl")
             }
             for one in root.iterchildren("{*}abstractNum")
         }
         self._lists = {says(one, "numId"): one for one in root.iterchildren("{*}num")}
-        self._levels = levels
         self._counts: dict[str, dict[int, int]] = defaultdict(dict)
         self._begun: set[str] = set()
 
@@ -236,23 +216,24 @@ class _Numbering:
                 if start := said_at(one, "{*}startOverride"):
                     counts[int(says(one, "ilvl"))] = int(start) - 1
         known = levels.get(level)
-        if known is None or known.kind == "bullet":
+        if known is None or said_at(known, "{*}numFmt") == "bullet":
             return "- "
-        counts[depth] = counts.get(depth, known.start - 1) + 1
+        counts[depth] = counts.get(depth, _start(known) - 1) + 1
         for deeper in [one for one in counts if one > depth]:
             del counts[deeper]
 
         def count(found: re.Match[str]) -> str:
-            other = levels.get(str(int(found[1]) - 1), known)
-            return numeral(counts.get(int(found[1]) - 1, other.start), numeral_kind(other.kind))
+            at = int(found[1]) - 1
+            other = levels.get(str(at), known)
+            kind = numeral_kind(said_at(other, "{*}numFmt"))
+            return numeral(counts.get(at, _start(other)), kind)
 
-        said = _LEVEL.sub(count, known.text)
+        said = _LEVEL.sub(count, said_at(known, "{*}lvlText"))
         return f"{said} " if said else ""
 
 
-def _level(level: Any) -> _Level:
-    start = int(said_at(level, "{*}start") or 0)
-    return _Level(start, said_at(level, "{*}numFmt"), said_at(level, "{*}lvlText"))
+def _start(level: Any) -> int:
+    return int(said_at(level, "{*}start") or 0)
 
 
 @dataclass
@@ -343,7 +324,7 @@ def _written(root: Any) -> list[Part]:
             block = "h2" if _place(element) in _TITLES else "div"
         elif name == "graphicFrame":
             block = "div"
-        elif name in _HIDDEN_ON_SLIDES or _is_number(element):
+        elif name in _HIDDEN_ON_SLIDES or says(element, "type") == "slidenum":
             element.set("hidden", "")
         elif name == "txBody":
             counts = {}
@@ -353,10 +334,6 @@ def _written(root: Any) -> list[Part]:
             continue
         element.tag = _SLIDE_TAGS.get(name, "span")
     return tree_parts(root)
-
-
-def _is_number(element: Any) -> bool:
-    return local(element) == "fld" and says(element, "type") == "slidenum"
 
 
 def _mark(paragraph: Any, counts: dict[tuple[Any, ...], int]) -> str:
