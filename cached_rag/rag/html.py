@@ -191,7 +191,7 @@ class _Page:
 
     def _is_power(self, element: Any) -> bool:
         is_behind_word = bool(self._text) and not (self._space or self._lines)
-        return is_behind_word and _POWER.match(element.text or "") is not None
+        return is_behind_word and _POWER.match("".join(element.itertext())) is not None
 
     def _break(self, element: Any) -> None:
         is_inner = element.tag in _LISTS and bool(self._lists)
@@ -205,7 +205,7 @@ class _Page:
             self._lines = max(self._lines, lines)
 
     def _begin_cell(self, element: Any) -> None:
-        if element.getprevious() is not None:
+        if next(element.itersiblings("td", "th", preceding=True), None) is not None:
             self._lines = 0
             self._say(" | ")
         self._in_line = True

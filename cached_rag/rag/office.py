@@ -265,7 +265,8 @@ class _Marker:
                 continue
             elif name in ("rPr", "pPr"):  # has elements that are called as those of text
                 element.set("hidden", "")
-            element.tag = _WORD_TAGS.get(name, "span")
+            raised = name == "r" and said_at(element, "{*}rPr/{*}vertAlign") == "superscript"
+            element.tag = "sup" if raised else _WORD_TAGS.get(name, "span")
 
     def _write_paragraph(self, element: Any) -> None:
         style = said_at(element, "{*}pPr/{*}pStyle")

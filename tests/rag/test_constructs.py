@@ -129,6 +129,19 @@ WORD = {
         ),
         "a | b | c\n1 | | 3 x",
     ),
+    "rows": (
+        word_table([paragraph("a"), paragraph("b")], [paragraph("1"), paragraph("2")]).replace(
+            "<w:tr>", "<w:tr><w:trPr><w:tblHeader/></w:trPr>"
+        ),
+        "a | b\n1 | 2",
+    ),
+    "power": (
+        paragraph(
+            "10",
+            more='<w:r><w:rPr><w:vertAlign w:val="superscript"/></w:rPr><w:t>6</w:t></w:r>',
+        ),
+        "10^6",
+    ),
     "inner": (word_table([word_table([paragraph("3"), paragraph("5")])]), "3 | 5"),
     "note": (
         paragraph("Text", more='<w:r><w:footnoteReference w:id="2"/></w:r>'),
