@@ -310,14 +310,15 @@ class Roots:
         Raises:
             DocumentError: it has not.
         """
-        if root.name in map(_head, self._sources()) and not self._has(root.name):
-            raise DocumentError(
-                f"the index has texts called {root.name} that are of no folder or file; ingest "
-                f"{root.path} by another name (name=, --name), or delete them before"
-            )
-        former = next((other.path for other in self.all() if other.name == root.name), None)
-        if former is None:
+        known = {other.name: other.path for other in self.all()}
+        if root.name not in known:
+            if root.name in map(_head, self._sources()):
+                raise DocumentError(
+                    f"the index has texts called {root.name} that are of no folder or file; ingest "
+                    f"{root.path} by another name (name=, --name), or delete them before"
+                )
             return
+        former = known[root.name]
         sources = ((join(root.name, file.relative_to(root.path)), file) for file in files)
         if former.exists() or not any(is_unchanged(*one) for one in sources):
             raise DocumentError(
@@ -352,9 +353,6 @@ class Roots:
         self._keep(root, renamed)
         return doubles
 
-    def _has(self, name: str) -> bool:
-        return any(root.name == name for root in self.all())
-
     def check_free(self, source: str) -> None:
         """See that a text that is in no file may have this name.
 
@@ -362,7 +360,8 @@ class Roots:
             DocumentError: it is empty or a path from the root, cannot be encoded, or belongs to
                 a folder or file that was ingested.
         """
-        if not is_text(source) or not _head(source) or self._has(_head(source)):
+        taken = ("", *(root.name for root in self.all()))
+        if not is_text(source) or _head(source) in taken:
             raise DocumentError(
                 f"a text cannot be called {source!r}: a name does not begin with a slash, and what "
                 "is before its first slash is no folder or file of the index"
