@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from cached_rag.rag.document import (
     limited,
     private_copy,
     shown,
-    text_limit,
     with_line_feeds,
 )
 
@@ -97,8 +96,7 @@ def load_document(
     copy = path
     try:
         with private_copy(path, inside or path.resolve(), max_bytes) as copy:
-            with text_limit(max_characters):
-                document = _read(copy, reader, path)
+            document = _read(copy, reader, path, max_characters)
             is_empty = copy.stat().st_size == 0
     except Exception as error:  # by the path, the system, or a parser, which can raise anything
         raise _said_of(path, copy, error) from error
@@ -108,21 +106,21 @@ def load_document(
     return document
 
 
-def _read(copy: Path, reader: Callable[[Path], str | Iterable[Part]], path: Path) -> Document:
+def _read(
+    copy: Path, reader: Callable[[Path], str | Iterable[Part]], path: Path, max_characters: int
+) -> Document:
     suffix = path.suffix.lower()
     found = reader(copy)
     parts = [(found, {})] if isinstance(found, str) else found
+    parts = list(limited(parts, max_characters))
+    if suffix == ".pdf":
+        whole = joined([text for text, _ in parts])
+        parts = [(text, known) for text, (_, known) in zip(whole, parts, strict=True)]
     language = LANGUAGES.get(suffix, "")
-    is_nameless = suffix in _NAMELESS and not str(found).startswith("Title: ")
+    is_titled = any(text.startswith("Title: ") for text, _ in parts[:1])
+    is_nameless = suffix in _NAMELESS and not is_titled
     title = shown(path.name) if language or is_nameless else ""
-    parts = limited(parts, _length)
     return assembled(str(path), parts, title=title, language=language)
-
-
-def _length(part: Part) -> int:
-    """How many characters a part has, and what is known of it."""
-    text, known = part
-    return len(text) + sum(len(str(value)) for value in known.values())
 
 
 def _said_of(path: Path, copy: Path, error: Exception) -> DocumentError:
@@ -183,10 +181,10 @@ def _printed(output: dict[str, Any]) -> str | list[str]:
     return found
 
 
-def _read_table(path: Path) -> str:
-    from cached_rag.rag.tables import table_to_text
+def _read_table(path: Path) -> Iterable[Part]:
+    from cached_rag.rag.tables import table_parts
 
-    return table_to_text(decoded(path), "\t" if path.suffix.lower() == ".tsv" else None)
+    return table_parts(decoded(path), "\t" if path.suffix.lower() == ".tsv" else None)
 
 
 def _read_rst(path: Path) -> str | list[Part]:
@@ -200,14 +198,14 @@ def _read_rst(path: Path) -> str | list[Part]:
     return [(header, {}), *_html_parts(html)]
 
 
-def _read_pdf(path: Path) -> list[Part]:
+def _read_pdf(path: Path) -> Iterator[Part]:
     from pypdf import PdfReader
 
     reader = PdfReader(path)
     if reader.is_encrypted and not reader.decrypt(""):
         raise DocumentError(f"{path}: is encrypted; remove its password")
-    pages = joined(list(limited((page.extract_text() for page in reader.pages), len)))
-    return [(page, {"page": number}) for number, page in enumerate(pages, 1)]
+    for number, page in enumerate(reader.pages, 1):
+        yield page.extract_text(), {"page": number}
 
 
 def _read_code(path: Path) -> str:
@@ -231,11 +229,11 @@ def _read_by_kreuzberg(path: Path) -> str:
     return f"Title: {title}\n\n{found.content}" if isinstance(title, str) else found.content
 
 
-def _by(module: str, function: str) -> Callable[[Path], Sequence[Part]]:
+def _by(module: str, function: str) -> Callable[[Path], Iterable[Part]]:
     """A reader that is imported when it is used, with the libraries that it needs."""
 
-    def read(path: Path) -> Sequence[Part]:
-        parts: Sequence[Part] = getattr(import_module(f"cached_rag.rag.{module}"), function)(path)
+    def read(path: Path) -> Iterable[Part]:
+        parts: Iterable[Part] = getattr(import_module(f"cached_rag.rag.{module}"), function)(path)
         return parts
 
     return read

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.errors import needs_extra
-from cached_rag.rag.document import Part, limited
+from cached_rag.rag.document import Metadata, Part
 from cached_rag.rag.html import tree_parts
 from cached_rag.rag.office import Archive, local, says
 
@@ -42,34 +42,35 @@ _HIDDEN = ("tracked-changes", "annotation", "forms", "desc", "hidden-paragraph")
 _MOST_REPEATED = 50
 
 
-def table_to_text(source: str, between: str | None = None) -> str:
-    """A table's text, see `rows_to_text`.
+def table_parts(source: str, between: str | None = None) -> Iterator[Part]:
+    """A table's text, see `row_parts`.
 
     Args:
         between: what stands between values; None to find out.
 
     Raises:
         csv.Error: it is no table.
-        DocumentError: this would be more text than a document may have.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(source)))
     rows = _split(source, between or _between(source))
     if rows and len(rows[0]) == 1 and sum(len(row) > 1 for row in rows) < len(rows) / 2:
         rows = _split(source, _NOTHING)  # one column, with such marks in its texts
-    return rows_to_text(rows)
+    return row_parts(rows, {})
 
 
 def _split(source: str, between: str) -> list[list[str]]:
     return [row for row in csv.reader(io.StringIO(source, newline=""), delimiter=between) if row]
 
 
-def sheet_parts(name: str, rows: Sequence[Sequence[str]]) -> list[Part]:
+def sheet_parts(name: str, rows: Sequence[Sequence[str]]) -> Iterator[Part]:
     """A sheet's text behind its name; nothing of an empty one."""
-    text = rows_to_text(rows)
-    return [(f"{name}\n\n{text}", {"heading": name} if name else {})] if text else []
+    known = {"heading": name} if name else {}
+    if any(value.strip() for row in rows for value in row):
+        yield name, known
+    yield from row_parts(rows, known)
 
 
-def rows_to_text(rows: Sequence[Sequence[str]]) -> str:
+def row_parts(rows: Sequence[Sequence[str]], known: Metadata) -> Iterator[Part]:
     """Each row with its number, and each value with its column's name, if it has one.
 
     Rows with a first value alone that stand before the names are text. No value is left out.
@@ -77,14 +78,13 @@ def rows_to_text(rows: Sequence[Sequence[str]]) -> str:
     rows = [row for row in rows if any(map(str.strip, row))]
     first = next((at for at, row in enumerate(rows) if any(map(str.strip, row[1:]))), 0)
     names = [name.strip() for name in rows[first]] if rows else []
-    parts = [value.strip() for row in rows[:first] for value in row if value.strip()]
+    yield from ((value, known) for row in rows[:first] for value in row)
     rows = rows[first + 1 :]
     used = {at for row in rows for at, value in enumerate(row) if value.strip()}
-    if unused := [name for at, name in enumerate(names) if name and at not in used]:
-        parts.append("\n".join(unused))
-    numbered = enumerate(rows, 1)
-    texts = ("\n".join([f"Row {number}:", *_named(names, row)]) for number, row in numbered)
-    return "\n\n".join([*parts, *limited(texts, len)])
+    unused = [name for at, name in enumerate(names) if name and at not in used]
+    yield "\n".join(unused), known
+    for number, row in enumerate(rows, 1):
+        yield "\n".join([f"Row {number}:", *_named(names, row)]), known
 
 
 def _between(source: str) -> str:
@@ -101,7 +101,7 @@ def _named(names: Sequence[str], row: Sequence[str]) -> Iterator[str]:
             yield f"  {name}: {value.strip()}" if name else f"  {value.strip()}"
 
 
-def read_xlsx(path: Path) -> list[Part]:
+def read_xlsx(path: Path) -> Iterator[Part]:
     """The sheets that are shown, one by one; of formulas, what they gave when they were saved.
 
     Raises:
@@ -111,7 +111,7 @@ def read_xlsx(path: Path) -> list[Part]:
         from openpyxl import load_workbook
 
     with Archive(path) as archive:
-        parts = [archive.titled()]
+        yield archive.titled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are of what else a book has, such as charts
         book = load_workbook(path, read_only=True, data_only=True, keep_links=False)
@@ -119,9 +119,8 @@ def read_xlsx(path: Path) -> list[Part]:
             if sheet.sheet_state == "visible":
                 sheet.reset_dimensions()  # else rows are as wide as the file says
                 cells = ([_shown(cell) for cell in row] for row in sheet.iter_rows())
-                parts += sheet_parts(sheet.title, [row for row in cells if any(row)])
+                yield from sheet_parts(sheet.title, [row for row in cells if any(row)])
         book.close()
-    return parts
 
 
 def _shown(cell: Any) -> str:
@@ -168,23 +167,22 @@ def formatted(number: float, code: str) -> str:
     return f"{sign}{before}{said}{behind}".strip()
 
 
-def read_opendocument(path: Path) -> list[Part]:
+def read_opendocument(path: Path) -> Iterator[Part]:
     """A document's text as a reader sees it, with each note where it is referred to."""
     with Archive(path) as archive:
         content = archive.xml("content.xml")
         styles = [content, archive.xml("styles.xml")]
-        parts = [archive.titled("meta.xml", ".//{*}title")]
+        yield archive.titled("meta.xml", ".//{*}title")
     hidden = set(_hidden_styles(styles))
     body = content.find("{*}body")
     if body is None:
-        return parts
+        return
     for table in body.iterfind("{*}spreadsheet/{*}table"):
         if says(table, "style-name") not in hidden:
-            parts += sheet_parts(says(table, "name"), list(_rows(table)))
+            yield from sheet_parts(says(table, "name"), list(_rows(table)))
     if body.find("{*}spreadsheet") is None:
         _write(body, hidden, _ListStyles(styles))
-        parts += tree_parts(body)
-    return parts
+        yield from tree_parts(body)
 
 
 def _hidden_styles(styles: list[Any]) -> Iterator[str]:
