@@ -17,7 +17,6 @@ from cached_rag.rag.document import Metadata, Part
 _DECLARATION = re.compile(r"^<\?xml [^>]+?\?>")
 _HIDDEN_TAGS = ("head", "script", "style", "template", "datalist", "rp")
 _HIDDEN = re.compile(r"display\s*:\s*none\b|visibility\s*:\s*(?:hidden|collapse)\b", re.IGNORECASE)
-_PREFORMATTED = re.compile(r"white-space\s*:\s*(?:pre|break-spaces)\b", re.IGNORECASE)
 _HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 _AS_WRITTEN = ("pre", "listing", "xmp", "plaintext", "textarea")
 _LISTS = ("ol", "ul", "menu", "dir")
@@ -98,12 +97,10 @@ def _tree(html: str) -> Any:
 
 
 def _is_hidden(element: Any) -> bool:
-    is_empty_row = element.tag == "tr" and not any(text.strip() for text in element.itertext())
-    style = element.get("style", "")
-    is_styled_away = bool(style) and _HIDDEN.search(style) is not None
-    return (
-        element.tag in _HIDDEN_TAGS or "hidden" in element.attrib or is_styled_away or is_empty_row
-    )
+    if element.tag == "tr" and not any(text.strip() for text in element.itertext()):
+        return True
+    is_styled_away = _HIDDEN.search(element.get("style", "")) is not None
+    return element.tag in _HIDDEN_TAGS or "hidden" in element.attrib or is_styled_away
 
 
 class _ListNumbers(NamedTuple):
@@ -160,7 +157,7 @@ class _Page:
             self._write('"')
         elif tag == "sup" and self._is_power(element):
             self._write("^")  # 10 to the power of 6 is not 106
-        self._as_written += _keeps_space(element)
+        self._as_written += tag in _AS_WRITTEN
         if element.text:
             self._say(element.text.removeprefix("\n") if tag == "pre" else element.text)
 
@@ -173,7 +170,7 @@ class _Page:
             self._say(element.tail)
 
     def _close(self, element: Any, tag: str) -> None:
-        self._as_written -= _keeps_space(element)
+        self._as_written -= tag in _AS_WRITTEN
         if tag in _HEADINGS and not self._in_line:
             self._name(tag)
         elif tag == "tr":
@@ -262,11 +259,6 @@ def _is_an_items(element: Any) -> bool:
     is_first = around is not None and around.tag in ("li", "dd") and around[0] is element
     is_only = next_one is None or next_one.tag in _LISTS
     return element.tag == "p" and is_first and is_only
-
-
-def _keeps_space(element: Any) -> bool:
-    style = element.get("style", "")
-    return element.tag in _AS_WRITTEN or (bool(style) and bool(_PREFORMATTED.search(style)))
 
 
 def _numbers(element: Any) -> _ListNumbers:
