@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -75,18 +76,14 @@ class Document:
 
         Of parts that differ the first one's is given, and of headings all, joined by "; ".
         """
-        first = bisect_right(self.parts, begin, key=_place) - 1
-        last = bisect_left(self.parts, end, key=_place)
+        first = bisect_right(self.parts, begin, key=itemgetter(0)) - 1
+        last = bisect_left(self.parts, end, key=itemgetter(0))
         found = [known for _, known in self.parts[max(0, first) : last]]
         if first < 0:
             found.insert(0, {})
         headings = dict.fromkeys(str(one["heading"]) for one in found if "heading" in one)
         heading = "; ".join(headings)[:_MOST_HEADINGS]
         return {**found[0], **({"heading": heading} if heading else {})}
-
-
-def _place(part: tuple[int, Metadata]) -> int:
-    return part[0]
 
 
 def assembled(

@@ -45,8 +45,8 @@ _ROMAN = {
 }
 # Most characters that a line is moved to the right by.
 _MOST_SPACE = 20
-# Most characters of a heading, without those above it, and most headings of a document.
-_LONGEST_HEADING, _MOST_HEADINGS = 100, 10_000
+# Most characters of a heading, without those above it.
+_LONGEST_HEADING = 100
 
 
 def html_parts(html: str) -> list[Part]:
@@ -139,7 +139,7 @@ class _Page:
     def start(self, element: Any) -> None:
         tag = element.tag
         self._break(element)
-        if tag in _HEADINGS and not self._in_line and len(self._parts) < _MOST_HEADINGS:
+        if tag in _HEADINGS and not self._in_line:
             self._cut()
         elif tag == "br":
             self._end_lines(self._lines + 1)
@@ -153,8 +153,6 @@ class _Page:
             self._begin_item(element)
         elif tag == "dd":
             self._moved += 2
-        elif tag == "q":
-            self._write('"')
         elif tag == "sup" and self._is_power(element):
             self._write("^")  # 10 to the power of 6 is not 106
         self._as_written += tag in _AS_WRITTEN
@@ -183,8 +181,6 @@ class _Page:
             self._moved, self._mark = self._moved - 2, ""
         elif tag == "dd":
             self._moved -= 2
-        elif tag == "q":
-            self._write('"')
 
     def _is_power(self, element: Any) -> bool:
         is_behind_word = bool(self._text) and not (self._space or self._lines)
@@ -246,11 +242,10 @@ class _Page:
 
     def _name(self, tag: str) -> None:
         """Let what follows have the heading that was just written, behind those above it."""
-        if len(self._parts) < _MOST_HEADINGS:
-            said = " ".join("".join(self._text).split())[:_LONGEST_HEADING]
-            self._above = {other: text for other, text in self._above.items() if other < tag}
-            self._above |= {tag: said} if said else {}
-            self._metadata = {"heading": " > ".join(self._above.values())} if self._above else {}
+        said = " ".join("".join(self._text).split())[:_LONGEST_HEADING]
+        self._above = {other: text for other, text in self._above.items() if other < tag}
+        self._above |= {tag: said} if said else {}
+        self._metadata = {"heading": " > ".join(self._above.values())} if self._above else {}
 
 
 def _is_an_items(element: Any) -> bool:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
 from cached_rag.rag.document import (
@@ -171,14 +170,10 @@ def _read_notebook(path: Path) -> list[Part]:
             parts += _markdown_parts(source)
             continue
         known = parts[-1][1] if parts else {}
-        printed = ("".join(_printed(one)) for one in cell.get("outputs", ()))
-        parts += [(text, known) for text in (source, *printed)]
+        outputs = (one.get("text") or one.get("data", {}) for one in cell.get("outputs", ()))
+        printed = (one.get("text/plain", "") if isinstance(one, dict) else one for one in outputs)
+        parts += [("".join(text), known) for text in (source, *printed)]
     return parts
-
-
-def _printed(output: dict[str, Any]) -> str | list[str]:
-    found: str | list[str] = output.get("text") or output.get("data", {}).get("text/plain", "")
-    return found
 
 
 def _read_table(path: Path) -> Iterable[Part]:

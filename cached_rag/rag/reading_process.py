@@ -21,7 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import Any
 
 import psutil
 
@@ -261,15 +260,11 @@ def main() -> None:
             if wanted["seconds"] is not None:
                 late = wanted["seconds"] + _GRACE
                 faulthandler.dump_traceback_later(late, exit=True, file=nothing)
-            answers.write(json.dumps(_read(wanted)) + "\n")
+            limits = wanted["max_bytes"], wanted["max_characters"]
+            try:
+                found = vars(load_document(wanted["path"], *limits, Path(wanted["inside"])))
+            except DocumentError as error:
+                found = {"error": str(error)}
+            answers.write(json.dumps(found) + "\n")
             answers.flush()
             faulthandler.cancel_dump_traceback_later()
-
-
-def _read(wanted: dict[str, Any]) -> dict[str, Any]:
-    limits = wanted["max_bytes"], wanted["max_characters"]
-    try:
-        found = load_document(wanted["path"], *limits, Path(wanted["inside"]))
-    except DocumentError as error:
-        return {"error": str(error)}
-    return vars(found)

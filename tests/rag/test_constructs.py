@@ -56,7 +56,7 @@ MARKUP = {
     "legend.html": ("<fieldset><legend>Leg</legend>Field</fieldset>", "Leg\nField"),
     "button.html": ("<button>A</button><button>B</button>", "A\nB"),
     "inline.html": ("<b>bold</b>face H<sub>2</sub>O 10<sup>6</sup>", "boldface H2O 10^6"),
-    "quote.html": ("a<blockquote>b</blockquote><q>c</q>", 'a\n\nb\n\n"c"'),
+    "quote.html": ("a<blockquote>b</blockquote>c", "a\n\nb\n\nc"),
     "quote.md": ("a\n\n> b\n> c", "a\n\nb c"),
     "code.md": ("x\n\n```\na\n   b\n```", "x\n\na\n   b"),
     "code.rst": ("x::\n\n  a\n     b", "x:\n\na\n   b"),
