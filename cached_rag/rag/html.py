@@ -7,7 +7,7 @@ hidden, and keeps the cells of tables apart, empty ones too, without markup of i
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from lxml import etree
 from lxml.html import HTMLParser, document_fromstring
@@ -43,6 +43,8 @@ _ROMAN = {
     **{1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl"},
     **{10: "x", 9: "ix", 5: "v", 4: "iv", 1: "i"},
 }
+# An attribute for what stands before a list's item.
+_MARK = "cached-rag-mark"
 # Most characters that a line is moved to the right by.
 _MOST_SPACE = 20
 # Most characters of a heading, without those above it.
@@ -103,17 +105,6 @@ def _is_hidden(element: Any) -> bool:
     return element.tag in _HIDDEN_TAGS or "hidden" in element.attrib or is_styled_away
 
 
-class _ListNumbers(NamedTuple):
-    """A list's next number, the step to the one behind it, 0 for none, and the numerals' kind."""
-
-    next: int
-    step: int
-    kind: str
-
-
-_NO_NUMBERS = _ListNumbers(0, 0, "")
-
-
 class _Page:
     """The text of elements, as they start and end."""
 
@@ -128,7 +119,7 @@ class _Page:
         self._as_written = 0  # how many elements around keep white space
         # Rows around, whether their cells stand in one line, as they do without tables in them.
         self._rows: list[bool] = []
-        self._lists: list[_ListNumbers] = []
+        self._lists = 0  # how many are around
         self._in_line = False
 
     def parts(self) -> list[Part]:
@@ -148,9 +139,11 @@ class _Page:
         elif tag in ("td", "th") and self._rows and self._rows[-1]:
             self._begin_cell(element)
         elif tag in _LISTS:
-            self._lists.append(_numbers(element))
+            self._lists += 1
+            _number_items(element)
         elif tag == "li":
-            self._begin_item(element)
+            self._mark += element.get(_MARK, "- ")
+            self._moved += 2
         elif tag == "dd":
             self._moved += 2
         elif tag == "sup" and self._is_power(element):
@@ -176,7 +169,7 @@ class _Page:
         elif tag in ("td", "th"):
             self._in_line = False
         elif tag in _LISTS:
-            self._lists.pop()
+            self._lists -= 1
         elif tag == "li":
             self._moved, self._mark = self._moved - 2, ""
         elif tag == "dd":
@@ -187,7 +180,7 @@ class _Page:
         return is_behind_word and _POWER.match("".join(element.itertext())) is not None
 
     def _break(self, element: Any) -> None:
-        is_inner = element.tag in _LISTS and bool(self._lists)
+        is_inner = element.tag in _LISTS and self._lists > 0
         is_close = is_inner or _is_an_items(element)
         self._end_lines(1 if is_close else _APART.get(element.tag, 0))
 
@@ -202,14 +195,6 @@ class _Page:
             self._lines = 0
             self._say(" | ")
         self._in_line = True
-
-    def _begin_item(self, element: Any) -> None:
-        numbers = self._lists[-1] if self._lists else _NO_NUMBERS
-        number = _whole(element.get("value"), numbers.next)
-        self._mark += f"{numeral(number, numbers.kind)}. " if numbers.step else "- "
-        if self._lists:
-            self._lists[-1] = numbers._replace(next=number + numbers.step)
-        self._moved += 2
 
     def _say(self, text: str) -> None:
         if self._as_written and not self._in_line:
@@ -256,14 +241,18 @@ def _is_an_items(element: Any) -> bool:
     return element.tag == "p" and is_first and is_only
 
 
-def _numbers(element: Any) -> _ListNumbers:
-    """The numbers of a list's items."""
-    if element.tag != "ol":
-        return _NO_NUMBERS
-    is_reversed = "reversed" in element.attrib
-    first = sum(1 for _ in element.iterchildren("li")) if is_reversed else 1
-    kind = numeral_kind(element.get("type") or element.get("class", ""))
-    return _ListNumbers(_whole(element.get("start"), first), -1 if is_reversed else 1, kind)
+def _number_items(numbered: Any) -> None:
+    """Give the items of a list their numbers, if they have any."""
+    if numbered.tag != "ol":
+        return
+    items = [item for item in numbered.iterchildren("li") if not _is_hidden(item)]
+    is_reversed = "reversed" in numbered.attrib
+    number = _whole(numbered.get("start"), len(items) if is_reversed else 1)
+    kind = numeral_kind(numbered.get("type") or numbered.get("class", ""))
+    for item in items:
+        number = _whole(item.get("value"), number)
+        item.set(_MARK, f"{numeral(number, kind)}. ")
+        number += -1 if is_reversed else 1
 
 
 def _whole(said: str | None, other: int) -> int:
