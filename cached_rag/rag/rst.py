@@ -7,7 +7,6 @@ argument and content are text; what docutils cannot read stays as it is written.
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
 from copy import copy
@@ -26,17 +25,16 @@ _SETTINGS = {
     "report_level": 5,
     "halt_level": 6,
     "_disable_config": True,
-    "syntax_highlight": "none",
     "math_output": "LaTeX",
     "input_encoding": "unicode",
     "output_encoding": "unicode",
     "stylesheet_path": None,
-    "toc_backlinks": False,
     "sectnum_xform": False,
 }
 # Python's documents use Sphinx roles, which docutils alone would print as errors.
 _ROLE = re.compile(r":(?:\w+:)?([a-z]+):`([^`]+)`")
-_FIELD = re.compile(r"[A-Z][\w-]*:")
+# Two fields or more, and the blank line behind them.
+_HEADER = re.compile(r"(?:[A-Z][\w-]*:.*\n(?:[ \t]+\S.*\n)*){2,}\n")
 # Most characters of a paragraph in which markup is looked for, which takes time quadratic in them.
 _LONGEST = 10_000
 
@@ -46,26 +44,12 @@ def rst_to_html(source: str) -> tuple[str, str]:
 
     Python Enhancement Proposals begin with such lines, which markup would join into one.
     """
-    header, rest = _split_header(source)
-    rest = _ROLE.sub(_spell_role, rest)
+    header = _HEADER.match(source)
+    rest = _ROLE.sub(_spell_role, source[header.end() :] if header else source)
     parser, writer = _RstParser(inliner=_inliner()), html5_polyglot.Writer()
     writer.translator_class = _Translator
     found = publish_parts(rest, parser=parser, writer=writer, settings_overrides=_SETTINGS)
-    return header, found["html_body"]
-
-
-def _split_header(source: str) -> tuple[str, str]:
-    """A header of two fields or more, with the blank line behind it, and the rest of the text."""
-    fields, end, line = 0, 0, ""
-    for line in io.StringIO(source):
-        end += len(line)
-        if _FIELD.match(line):
-            fields += 1
-        elif not (fields and line[0] in " \t" and len(line) > 2):
-            break
-    if fields < 2 or line != "\n":
-        return "", source
-    return source[:end], source[end:]
+    return header[0] if header else "", found["html_body"]
 
 
 def _spell_role(match: re.Match[str]) -> str:
