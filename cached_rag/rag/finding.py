@@ -34,7 +34,10 @@ _NO_DOCUMENT_STARTS = (".", "~$", "~wrl")
 # systems are coarse (FAT counts two seconds), and those of other machines differ.
 _SETTLED_NS = 5 * 10**9
 # What makes text of files; another version may make another one.
-_MAKERS = ("cached-rag", "pypdf", "kreuzberg", "markdown-it-py", "docutils", "lxml", "openpyxl")
+_MAKERS = (
+    *("cached-rag", "chardet", "docutils", "kreuzberg", "lxml", "markdown-it-py", "openpyxl"),
+    "pypdf",
+)
 # The table of an index that `Roots` keeps.
 ROOTS = "CREATE TABLE IF NOT EXISTS roots (name TEXT PRIMARY KEY, path TEXT NOT NULL);"
 _SHOWN = 5
@@ -292,12 +295,13 @@ class Roots:
             DocumentError: another folder or file has that name already.
             ConfigError: the name has slashes, or is empty.
         """
+        if name is not None:
+            return Root(_checked(name, path), path)
         holding = [root for root in self.all() if root.source(path) is not None]
-        if name is None and holding:
+        if holding:
             return max(holding, key=lambda root: len(root.path.parts))
-        root = Root(_checked(name, path), path)
-        if name is None:
-            self._check_is_same(root, files, is_unchanged)
+        root = Root(_checked(path.name, path), path)
+        self._check_is_same(root, files, is_unchanged)
         return root
 
     def _check_is_same(
@@ -416,13 +420,12 @@ def _head(source: str) -> str:
     return source.split("/", 1)[0]
 
 
-def _checked(name: str | None, path: Path) -> str:
-    chosen = path.name if name is None else name
-    if not chosen or "/" in chosen or "\\" in chosen or chosen in (".", ".."):
-        raise ConfigError(f"{chosen!r} cannot be the name of {path}; give it one without slashes")
-    if not is_text(f"{path}{chosen}"):
+def _checked(name: str, path: Path) -> str:
+    if not name or "/" in name or "\\" in name or name in (".", ".."):
+        raise ConfigError(f"{name!r} cannot be the name of {path}; give it one without slashes")
+    if not is_text(f"{path}{name}"):
         raise ConfigError(f"{str(path)!r} is no text in this system's encoding; rename it")
-    return chosen
+    return name
 
 
 def _near(source: str, sources: Sequence[str]) -> list[str]:

@@ -119,7 +119,9 @@ def read_epub(path: Path) -> list[Part]:
         parts = [archive.titled(name, "{*}metadata/{*}title")]
         for page in dict.fromkeys(_pages(archive, name)):
             try:
-                parts += html_parts(_page_text(archive.read(page)))
+                data = archive.read(page)
+                is_utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")
+                parts += html_parts(data.decode("utf-16" if is_utf16 else "utf-8-sig"))
             except (KeyError, UnicodeError) as error:
                 raise DocumentError(f"{path}: its page {page} cannot be read ({error})") from error
     return parts
@@ -133,11 +135,6 @@ def _pages(archive: Archive, name: str) -> Iterator[str]:
         href = names.get(one.get("idref"), "").partition("#")[0]
         as_written, meant = (normpath(join(dirname(name), h)) for h in (href, unquote(href)))
         yield as_written if as_written in archive.names else meant
-
-
-def _page_text(data: bytes) -> str:
-    """A page's text, which is UTF-8 or UTF-16."""
-    return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
 
 
 def read_docx(path: Path) -> list[Part]:
@@ -303,8 +300,7 @@ def _slides(archive: Archive) -> Iterator[str]:
     show = archive.first("", "officeDocument")
     related = archive.related(show)
     for slide in archive.xml(show).iterfind("{*}sldIdLst/{*}sldId"):
-        names = [related[key][1] for key in slide.attrib.values() if key in related]
-        yield from names
+        yield from (related[key][1] for key in slide.attrib.values() if key in related)
 
 
 def _place(shape: Any) -> str:
