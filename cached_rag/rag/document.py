@@ -12,13 +12,12 @@ import re
 import stat
 import unicodedata
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
 from cached_rag.errors import ConfigError, DocumentError
 
@@ -43,14 +42,12 @@ _MOST_HEADINGS, _MOST_SHOWN = 1000, 400
 Metadata = Mapping[str, str | int | float | bool]
 # A text and what is known of it; what a reader makes of a file is a list of these.
 Part = tuple[str, Metadata]
-_Piece = TypeVar("_Piece")
 MAX_BYTES = 50 << 20
 MAX_CHARACTERS = 10_000_000
 # Through no link, and without waiting for whoever would write into a pipe. Windows lacks these.
 _FLAGS = os.O_RDONLY | sum(
     getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
 )
-_most = ContextVar("most characters of the text that is being read", default=MAX_CHARACTERS)
 
 
 @dataclass(frozen=True)
@@ -79,18 +76,14 @@ class Document:
 
         Of parts that differ the first one's is given, and of headings all, joined by "; ".
         """
-        first = bisect_right(self.parts, begin, key=_place) - 1
-        last = bisect_left(self.parts, end, key=_place)
+        first = bisect_right(self.parts, begin, key=itemgetter(0)) - 1
+        last = bisect_left(self.parts, end, key=itemgetter(0))
         found = [known for _, known in self.parts[max(0, first) : last]]
         if first < 0:
             found.insert(0, {})
         headings = dict.fromkeys(str(one["heading"]) for one in found if "heading" in one)
         heading = "; ".join(headings)[:_MOST_HEADINGS]
         return {**found[0], **({"heading": heading} if heading else {})}
-
-
-def _place(part: tuple[int, Metadata]) -> int:
-    return part[0]
 
 
 def assembled(
@@ -194,31 +187,19 @@ def too_long(max_characters: int) -> DocumentError:
     )
 
 
-@contextmanager
-def text_limit(max_characters: int) -> Iterator[None]:
-    """Has `limited` hold this limit."""
-    token = _most.set(max_characters)
-    try:
-        yield
-    finally:
-        _most.reset(token)
-
-
-def limited(pieces: Iterable[_Piece], length: Callable[[_Piece], int]) -> Iterator[_Piece]:
-    """Pieces of a document's text, as they are made, up to the limit on its text.
-
-    Args:
-        length: how many characters a piece has.
+def limited(parts: Iterable[Part], max_characters: int) -> Iterator[Part]:
+    """A document's parts as they are made, what is known of them counted, up to the limit.
 
     Raises:
-        DocumentError: there are more, of which none is made.
+        DocumentError: there are more characters.
     """
-    most = left = _most.get()
-    for piece in pieces:
-        left -= length(piece)
+    left = max_characters
+    for part in parts:
+        text, known = part
+        left -= len(text) + sum(len(str(value)) for value in known.values())
         if left < 0:
-            raise too_long(most)
-        yield piece
+            raise too_long(max_characters)
+        yield part
 
 
 @contextmanager

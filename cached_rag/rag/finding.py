@@ -11,7 +11,7 @@ import difflib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,11 +23,9 @@ from cached_rag.kv.fingerprint import digest
 from cached_rag.rag.document import shown
 from cached_rag.rag.readers import READERS, is_built_in
 
-# These stand for a suffix where links are counted that lead out of the folder, and those to folders
-# of which not all files are found otherwise.
-_ELSEWHERE, _FOLDERS, _BROKEN = "links to elsewhere", "links to folders", "links to nothing"
-# So does this for those that are no suffixes by their length or letters, and where there are many.
-_OTHERS = "of other kinds"
+# These stand for a suffix: of links that lead to a folder, to nothing or out of the folder, and of
+# what is no suffix by its length or letters, and where there are many.
+_LINKS, _OTHERS = "links", "of other kinds"
 _LONGEST_SUFFIX, _MOST_SUFFIXES = 16, 20
 # What systems and office programs put beside documents, and what is no document of anybody.
 _NO_DOCUMENTS = ("thumbs.db", "ehthumbs.db", "desktop.ini")
@@ -36,7 +34,10 @@ _NO_DOCUMENT_STARTS = (".", "~$", "~wrl")
 # systems are coarse (FAT counts two seconds), and those of other machines differ.
 _SETTLED_NS = 5 * 10**9
 # What makes text of files; another version may make another one.
-_MAKERS = ("cached-rag", "pypdf", "kreuzberg", "markdown-it-py", "docutils", "lxml", "openpyxl")
+_MAKERS = (
+    *("cached-rag", "chardet", "docutils", "kreuzberg", "lxml", "markdown-it-py", "openpyxl"),
+    "pypdf",
+)
 # The table of an index that `Roots` keeps.
 ROOTS = "CREATE TABLE IF NOT EXISTS roots (name TEXT PRIMARY KEY, path TEXT NOT NULL);"
 _SHOWN = 5
@@ -49,9 +50,8 @@ class FoundFile:
     Attributes:
         files: the files that have a reader, sorted.
         passed_over: (suffix, count) of the other files, most frequent first; the suffix is "" for
-            files without one, "links to elsewhere" for links that lead out of the folder, "links
-            to nothing", "links to folders" for those to folders, which are not followed, and "of
-            other kinds" for the rest where there are very many.
+            files without one, "links" for those that lead to folders, to nothing or out of the
+            folder, and "of other kinds" for the rest where there are very many.
         unreadable: folders and files that this user may not look at, or not now, with the reason.
             What is below them is not known.
     """
@@ -94,12 +94,8 @@ def is_hidden(path: Path) -> bool:
 
     It begins with a dot; or an office program or a system keeps it for itself.
     """
-    return any(map(_is_hidden, path.parts))
-
-
-def _is_hidden(name: str) -> bool:
-    folded = name.lower()
-    return folded.startswith(_NO_DOCUMENT_STARTS) or folded in _NO_DOCUMENTS
+    names = [name.lower() for name in path.parts]
+    return any(name.startswith(_NO_DOCUMENT_STARTS) or name in _NO_DOCUMENTS for name in names)
 
 
 def _missing(root: Path) -> DocumentError:
@@ -112,72 +108,58 @@ class _Look:
 
     Attributes:
         inside: where the folder is, if links lead to it.
-        files, links: by where they lead.
+        files: by where they lead.
     """
 
     root: Path
     inside: Path
     files: dict[Path, Path] = field(default_factory=dict)
-    links: dict[Path, Path] = field(default_factory=dict)
     others: Counter[str] = field(default_factory=Counter)
     unreadable: dict[Path, str] = field(default_factory=dict)
 
     def found(self) -> FoundFile:
-        for file in self._walk():
+        waiting = [self.root]  # folders may be nested more deeply than calls may
+        while waiting:
+            folder = waiting.pop()
             try:
-                self._take(file)
-            except OSError as error:  # in a folder whose names may be read, and nothing else
+                with os.scandir(str(folder)) as found:
+                    entries = sorted(found, key=lambda entry: entry.name)
+            except OSError as error:
                 self._note(error)
-        files = tuple(sorted((self.links | self.files).values()))
+                continue
+            for entry in entries:
+                place = folder / entry.name
+                try:
+                    if is_hidden(Path(entry.name)):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(place)
+                    else:
+                        self._take(place)
+                except OSError as error:  # in a folder whose names may be read, and nothing else
+                    self._note(error)
+        files = tuple(sorted(self.files.values()))
         return FoundFile(files, self._passed_over(), tuple(self.unreadable.items()))
+
+    def _take(self, file: Path) -> None:
+        is_link = file.is_symlink()
+        if not file.is_file():
+            self.others[_LINKS] += is_link
+            return
+        target, suffix = file.resolve(), file.suffix.lower()
+        if not target.is_relative_to(self.inside):
+            self.others[_LINKS] += 1
+        elif suffix not in READERS or target.suffix.lower() != suffix:
+            is_one = suffix.isprintable() and len(suffix) <= _LONGEST_SUFFIX
+            self.others[suffix if is_one else _OTHERS] += 1
+        elif not (is_link and target in self.files):
+            self.files[target] = file
 
     def _passed_over(self) -> tuple[tuple[str, int], ...]:
         rest = Counter(dict(self.others.most_common()[_MOST_SUFFIXES:]))
         counts = self.others - rest
         counts[_OTHERS] += rest.total()
         return tuple((+counts).most_common())
-
-    def _walk(self) -> Iterator[Path]:
-        """All that is in the folder and no folder, hidden files aside.
-
-        Keeps its own list of folders: they may be nested more deeply than calls may.
-        """
-        waiting = [self.root]
-        while waiting:
-            folder = waiting.pop()
-            try:
-                with os.scandir(str(folder)) as found:
-                    entries = [entry for entry in found if not _is_hidden(entry.name)]
-            except OSError as error:
-                self._note(error)
-                continue
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                place = folder / entry.name
-                if not _is_folder(entry):
-                    yield place
-                elif not entry.is_symlink():
-                    waiting.append(place)
-                else:
-                    self.others[_FOLDERS] += self._is_passed_over(place)
-
-    def _is_passed_over(self, folder: Path) -> bool:
-        """Whether a link leads to a folder of which not all files are found otherwise."""
-        target = folder.resolve()
-        return not target.is_relative_to(self.inside) or is_hidden(target.relative_to(self.inside))
-
-    def _take(self, file: Path) -> None:
-        if not file.is_file():
-            if file.is_symlink():
-                self.others[_BROKEN] += 1
-            return
-        target, suffix = file.resolve(), file.suffix.lower()
-        if not target.is_relative_to(self.inside):
-            self.others[_ELSEWHERE] += 1
-        elif suffix not in READERS or target.suffix.lower() != suffix:
-            is_one = suffix.isprintable() and len(suffix) <= _LONGEST_SUFFIX
-            self.others[suffix if is_one else _OTHERS] += 1
-        else:
-            (self.links if file.is_symlink() else self.files)[target] = file
 
     def _note(self, error: OSError) -> None:
         """Remember what cannot be read; what is gone is no error, unless it is the root."""
@@ -186,13 +168,6 @@ class _Look:
             self.unreadable[place] = f"{shown(place)} cannot be looked at ({error.strerror})"
         elif place == self.root:
             raise _missing(self.root) from error
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # what it is, nobody can say; whoever takes it for a file says why
-        return False
 
 
 def stamp(file: Path) -> str:
@@ -320,19 +295,18 @@ class Roots:
             DocumentError: another folder or file has that name already.
             ConfigError: the name has slashes, or is empty.
         """
+        if name is not None:
+            return Root(_checked(name, path), path)
         holding = [root for root in self.all() if root.source(path) is not None]
-        if name is None and holding:
+        if holding:
             return max(holding, key=lambda root: len(root.path.parts))
-        root = Root(_checked(name, path), path)
-        if name is None:
-
-            def moved_from(base: str) -> bool:
-                return any(is_unchanged(join(base, f.relative_to(path)), f) for f in files)
-
-            self._check_is_same(root, moved_from)
+        root = Root(_checked(path.name, path), path)
+        self._check_is_same(root, files, is_unchanged)
         return root
 
-    def _check_is_same(self, root: Root, moved_from: Callable[[str], bool]) -> None:
+    def _check_is_same(
+        self, root: Root, files: Sequence[Path], is_unchanged: Callable[[str, Path], bool]
+    ) -> None:
         """See that a known root of the same name has moved to where this root is.
 
         It has if nothing is at its old place, and some document is unchanged at the new one.
@@ -340,13 +314,17 @@ class Roots:
         Raises:
             DocumentError: it has not.
         """
-        if root.name in map(_head, self._sources()) and not self._has(root.name):
-            raise DocumentError(
-                f"the index has texts called {root.name} that are of no folder or file; ingest "
-                f"{root.path} by another name (name=, --name), or delete them before"
-            )
-        former = next((other.path for other in self.all() if other.name == root.name), None)
-        if former is not None and (former.exists() or not moved_from(root.name)):
+        known = {other.name: other.path for other in self.all()}
+        if root.name not in known:
+            if root.name in map(_head, self._sources()):
+                raise DocumentError(
+                    f"the index has texts called {root.name} that are of no folder or file; ingest "
+                    f"{root.path} by another name (name=, --name), or delete them before"
+                )
+            return
+        former = known[root.name]
+        sources = ((join(root.name, file.relative_to(root.path)), file) for file in files)
+        if former.exists() or not any(is_unchanged(*one) for one in sources):
             raise DocumentError(
                 f"the index has documents called {root.name} from {former}, and {root.path} seems "
                 "to be something else; ingest it by another name (name=, --name), or by that "
@@ -379,9 +357,6 @@ class Roots:
         self._keep(root, renamed)
         return doubles
 
-    def _has(self, name: str) -> bool:
-        return any(root.name == name for root in self.all())
-
     def check_free(self, source: str) -> None:
         """See that a text that is in no file may have this name.
 
@@ -389,7 +364,8 @@ class Roots:
             DocumentError: it is empty or a path from the root, cannot be encoded, or belongs to
                 a folder or file that was ingested.
         """
-        if not is_text(source) or not _head(source) or self._has(_head(source)):
+        taken = ("", *(root.name for root in self.all()))
+        if not is_text(source) or _head(source) in taken:
             raise DocumentError(
                 f"a text cannot be called {source!r}: a name does not begin with a slash, and what "
                 "is before its first slash is no folder or file of the index"
@@ -444,13 +420,12 @@ def _head(source: str) -> str:
     return source.split("/", 1)[0]
 
 
-def _checked(name: str | None, path: Path) -> str:
-    chosen = path.name if name is None else name
-    if not chosen or "/" in chosen or "\\" in chosen or chosen in (".", ".."):
-        raise ConfigError(f"{chosen!r} cannot be the name of {path}; give it one without slashes")
-    if not is_text(f"{path}{chosen}"):
+def _checked(name: str, path: Path) -> str:
+    if not name or "/" in name or "\\" in name or name in (".", ".."):
+        raise ConfigError(f"{name!r} cannot be the name of {path}; give it one without slashes")
+    if not is_text(f"{path}{name}"):
         raise ConfigError(f"{str(path)!r} is no text in this system's encoding; rename it")
-    return chosen
+    return name
 
 
 def _near(source: str, sources: Sequence[str]) -> list[str]:

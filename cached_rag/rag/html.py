@@ -7,7 +7,7 @@ hidden, and keeps the cells of tables apart, empty ones too, without markup of i
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 from lxml import etree
 from lxml.html import HTMLParser, document_fromstring
@@ -17,7 +17,6 @@ from cached_rag.rag.document import Metadata, Part
 _DECLARATION = re.compile(r"^<\?xml [^>]+?\?>")
 _HIDDEN_TAGS = ("head", "script", "style", "template", "datalist", "rp")
 _HIDDEN = re.compile(r"display\s*:\s*none\b|visibility\s*:\s*(?:hidden|collapse)\b", re.IGNORECASE)
-_PREFORMATTED = re.compile(r"white-space\s*:\s*(?:pre|break-spaces)\b", re.IGNORECASE)
 _HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 _AS_WRITTEN = ("pre", "listing", "xmp", "plaintext", "textarea")
 _LISTS = ("ol", "ul", "menu", "dir")
@@ -44,10 +43,12 @@ _ROMAN = {
     **{1000: "m", 900: "cm", 500: "d", 400: "cd", 100: "c", 90: "xc", 50: "l", 40: "xl"},
     **{10: "x", 9: "ix", 5: "v", 4: "iv", 1: "i"},
 }
+# An attribute for what stands before a list's item.
+_MARK = "cached-rag-mark"
 # Most characters that a line is moved to the right by.
 _MOST_SPACE = 20
-# Most characters of a heading, without those above it, and most headings of a document.
-_LONGEST_HEADING, _MOST_HEADINGS = 100, 10_000
+# Most characters of a heading, without those above it.
+_LONGEST_HEADING = 100
 
 
 def html_parts(html: str) -> list[Part]:
@@ -98,23 +99,10 @@ def _tree(html: str) -> Any:
 
 
 def _is_hidden(element: Any) -> bool:
-    is_empty_row = element.tag == "tr" and not any(text.strip() for text in element.itertext())
-    style = element.get("style", "")
-    is_styled_away = bool(style) and _HIDDEN.search(style) is not None
-    return (
-        element.tag in _HIDDEN_TAGS or "hidden" in element.attrib or is_styled_away or is_empty_row
-    )
-
-
-class _ListNumbers(NamedTuple):
-    """A list's next number, the step to the one behind it, 0 for none, and the numerals' kind."""
-
-    next: int
-    step: int
-    kind: str
-
-
-_NO_NUMBERS = _ListNumbers(0, 0, "")
+    if element.tag == "tr" and not any(text.strip() for text in element.itertext()):
+        return True
+    is_styled_away = _HIDDEN.search(element.get("style", "")) is not None
+    return element.tag in _HIDDEN_TAGS or "hidden" in element.attrib or is_styled_away
 
 
 class _Page:
@@ -131,7 +119,7 @@ class _Page:
         self._as_written = 0  # how many elements around keep white space
         # Rows around, whether their cells stand in one line, as they do without tables in them.
         self._rows: list[bool] = []
-        self._lists: list[_ListNumbers] = []
+        self._lists = 0  # how many are around
         self._in_line = False
 
     def parts(self) -> list[Part]:
@@ -142,7 +130,7 @@ class _Page:
     def start(self, element: Any) -> None:
         tag = element.tag
         self._break(element)
-        if tag in _HEADINGS and not self._in_line and len(self._parts) < _MOST_HEADINGS:
+        if tag in _HEADINGS and not self._in_line:
             self._cut()
         elif tag == "br":
             self._end_lines(self._lines + 1)
@@ -151,16 +139,16 @@ class _Page:
         elif tag in ("td", "th") and self._rows and self._rows[-1]:
             self._begin_cell(element)
         elif tag in _LISTS:
-            self._lists.append(_numbers(element))
+            self._lists += 1
+            _number_items(element)
         elif tag == "li":
-            self._begin_item(element)
+            self._mark += element.get(_MARK, "- ")
+            self._moved += 2
         elif tag == "dd":
             self._moved += 2
-        elif tag == "q":
-            self._write('"')
         elif tag == "sup" and self._is_power(element):
             self._write("^")  # 10 to the power of 6 is not 106
-        self._as_written += _keeps_space(element)
+        self._as_written += tag in _AS_WRITTEN
         if element.text:
             self._say(element.text.removeprefix("\n") if tag == "pre" else element.text)
 
@@ -173,7 +161,7 @@ class _Page:
             self._say(element.tail)
 
     def _close(self, element: Any, tag: str) -> None:
-        self._as_written -= _keeps_space(element)
+        self._as_written -= tag in _AS_WRITTEN
         if tag in _HEADINGS and not self._in_line:
             self._name(tag)
         elif tag == "tr":
@@ -181,20 +169,18 @@ class _Page:
         elif tag in ("td", "th"):
             self._in_line = False
         elif tag in _LISTS:
-            self._lists.pop()
+            self._lists -= 1
         elif tag == "li":
             self._moved, self._mark = self._moved - 2, ""
         elif tag == "dd":
             self._moved -= 2
-        elif tag == "q":
-            self._write('"')
 
     def _is_power(self, element: Any) -> bool:
         is_behind_word = bool(self._text) and not (self._space or self._lines)
-        return is_behind_word and _POWER.match(element.text or "") is not None
+        return is_behind_word and _POWER.match("".join(element.itertext())) is not None
 
     def _break(self, element: Any) -> None:
-        is_inner = element.tag in _LISTS and bool(self._lists)
+        is_inner = element.tag in _LISTS and self._lists > 0
         is_close = is_inner or _is_an_items(element)
         self._end_lines(1 if is_close else _APART.get(element.tag, 0))
 
@@ -205,18 +191,10 @@ class _Page:
             self._lines = max(self._lines, lines)
 
     def _begin_cell(self, element: Any) -> None:
-        if element.getprevious() is not None:
+        if next(element.itersiblings("td", "th", preceding=True), None) is not None:
             self._lines = 0
             self._say(" | ")
         self._in_line = True
-
-    def _begin_item(self, element: Any) -> None:
-        numbers = self._lists[-1] if self._lists else _NO_NUMBERS
-        number = _whole(element.get("value"), numbers.next)
-        self._mark += f"{numeral(number, numbers.kind)}. " if numbers.step else "- "
-        if self._lists:
-            self._lists[-1] = numbers._replace(next=number + numbers.step)
-        self._moved += 2
 
     def _say(self, text: str) -> None:
         if self._as_written and not self._in_line:
@@ -249,11 +227,10 @@ class _Page:
 
     def _name(self, tag: str) -> None:
         """Let what follows have the heading that was just written, behind those above it."""
-        if len(self._parts) < _MOST_HEADINGS:
-            said = " ".join("".join(self._text).split())[:_LONGEST_HEADING]
-            self._above = {other: text for other, text in self._above.items() if other < tag}
-            self._above |= {tag: said} if said else {}
-            self._metadata = {"heading": " > ".join(self._above.values())} if self._above else {}
+        said = " ".join("".join(self._text).split())[:_LONGEST_HEADING]
+        self._above = {other: text for other, text in self._above.items() if other < tag}
+        self._above |= {tag: said} if said else {}
+        self._metadata = {"heading": " > ".join(self._above.values())} if self._above else {}
 
 
 def _is_an_items(element: Any) -> bool:
@@ -264,19 +241,18 @@ def _is_an_items(element: Any) -> bool:
     return element.tag == "p" and is_first and is_only
 
 
-def _keeps_space(element: Any) -> bool:
-    style = element.get("style", "")
-    return element.tag in _AS_WRITTEN or (bool(style) and bool(_PREFORMATTED.search(style)))
-
-
-def _numbers(element: Any) -> _ListNumbers:
-    """The numbers of a list's items."""
-    if element.tag != "ol":
-        return _NO_NUMBERS
-    is_reversed = "reversed" in element.attrib
-    first = sum(1 for _ in element.iterchildren("li")) if is_reversed else 1
-    kind = numeral_kind(element.get("type") or element.get("class", ""))
-    return _ListNumbers(_whole(element.get("start"), first), -1 if is_reversed else 1, kind)
+def _number_items(numbered: Any) -> None:
+    """Give the items of a list their numbers, if they have any."""
+    if numbered.tag != "ol":
+        return
+    items = [item for item in numbered.iterchildren("li") if not _is_hidden(item)]
+    is_reversed = "reversed" in numbered.attrib
+    number = _whole(numbered.get("start"), len(items) if is_reversed else 1)
+    kind = numeral_kind(numbered.get("type") or numbered.get("class", ""))
+    for item in items:
+        number = _whole(item.get("value"), number)
+        item.set(_MARK, f"{numeral(number, kind)}. ")
+        number += -1 if is_reversed else 1
 
 
 def _whole(said: str | None, other: int) -> int:

@@ -40,7 +40,7 @@ _TITLES = ("title", "ctrTitle")
 _HIDDEN_ON_SLIDES = ("Fallback", "extLst")
 
 
-class Archive:
+class Archive(zipfile.ZipFile):
     """An archive's members.
 
     Raises:
@@ -49,24 +49,14 @@ class Archive:
     """
 
     def __init__(self, path: Path) -> None:
-        self._zip = zipfile.ZipFile(path)
-        self.names = frozenset(self._zip.namelist())
-        size = sum(member.file_size for member in self._zip.infolist())
+        super().__init__(path)
+        self.names = frozenset(self.namelist())
+        size = sum(member.file_size for member in self.infolist())
         if size > _MOST_BYTES:
-            self._zip.close()
+            self.close()
             raise DocumentError(
                 f"{path}: unpacked it has {size} bytes, more than {_MOST_BYTES}; split the document"
             )
-
-    def __enter__(self) -> Archive:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._zip.close()
-
-    def read(self, name: str) -> bytes:
-        """A member's bytes; KeyError if there is none of this name."""
-        return self._zip.read(name)
 
     def xml(self, name: str) -> Any:
         """A member as a tree, whose entities stay unread; an empty one if there is none."""
@@ -129,7 +119,9 @@ def read_epub(path: Path) -> list[Part]:
         parts = [archive.titled(name, "{*}metadata/{*}title")]
         for page in dict.fromkeys(_pages(archive, name)):
             try:
-                parts += html_parts(_page_text(archive.read(page)))
+                data = archive.read(page)
+                is_utf16 = data[:2] in (b"\xff\xfe", b"\xfe\xff")
+                parts += html_parts(data.decode("utf-16" if is_utf16 else "utf-8-sig"))
             except (KeyError, UnicodeError) as error:
                 raise DocumentError(f"{path}: its page {page} cannot be read ({error})") from error
     return parts
@@ -143,11 +135,6 @@ def _pages(archive: Archive, name: str) -> Iterator[str]:
         href = names.get(one.get("idref"), "").partition("#")[0]
         as_written, meant = (normpath(join(dirname(name), h)) for h in (href, unquote(href)))
         yield as_written if as_written in archive.names else meant
-
-
-def _page_text(data: bytes) -> str:
-    """A page's text, which is UTF-8 or UTF-16."""
-    return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
 
 
 def read_docx(path: Path) -> list[Part]:
@@ -199,27 +186,17 @@ class _Styles:
         return f"h{int(says(level)) + 1}" if level is not None and says(level) in "01234" else ""
 
 
-@dataclass(frozen=True)
-class _Level:
-    """One level of a list: its first number, its kind of numerals, and how a number is written."""
-
-    start: int
-    kind: str
-    text: str
-
-
 class _Numbering:
     """The numbers of a document's lists, counted on."""
 
     def __init__(self, root: Any) -> None:
-        levels = {
+        self._levels = {
             says(one, "abstractNumId"): {
-                says(level, "ilvl"): _level(level) for level in one.iterchildren("{*}lvl")
+                says(level, "ilvl"): level for level in one.iterchildren("{*}lvl")
             }
             for one in root.iterchildren("{*}abstractNum")
         }
         self._lists = {says(one, "numId"): one for one in root.iterchildren("{*}num")}
-        self._levels = levels
         self._counts: dict[str, dict[int, int]] = defaultdict(dict)
         self._begun: set[str] = set()
 
@@ -236,23 +213,24 @@ class _Numbering:
                 if start := said_at(one, "{*}startOverride"):
                     counts[int(says(one, "ilvl"))] = int(start) - 1
         known = levels.get(level)
-        if known is None or known.kind == "bullet":
+        if known is None or said_at(known, "{*}numFmt") == "bullet":
             return "- "
-        counts[depth] = counts.get(depth, known.start - 1) + 1
+        counts[depth] = counts.get(depth, _start(known) - 1) + 1
         for deeper in [one for one in counts if one > depth]:
             del counts[deeper]
 
         def count(found: re.Match[str]) -> str:
-            other = levels.get(str(int(found[1]) - 1), known)
-            return numeral(counts.get(int(found[1]) - 1, other.start), numeral_kind(other.kind))
+            at = int(found[1]) - 1
+            other = levels.get(str(at), known)
+            kind = numeral_kind(said_at(other, "{*}numFmt"))
+            return numeral(counts.get(at, _start(other)), kind)
 
-        said = _LEVEL.sub(count, known.text)
+        said = _LEVEL.sub(count, said_at(known, "{*}lvlText"))
         return f"{said} " if said else ""
 
 
-def _level(level: Any) -> _Level:
-    start = int(said_at(level, "{*}start") or 0)
-    return _Level(start, said_at(level, "{*}numFmt"), said_at(level, "{*}lvlText"))
+def _start(level: Any) -> int:
+    return int(said_at(level, "{*}start") or 0)
 
 
 @dataclass
@@ -284,7 +262,8 @@ class _Marker:
                 continue
             elif name in ("rPr", "pPr"):  # has elements that are called as those of text
                 element.set("hidden", "")
-            element.tag = _WORD_TAGS.get(name, "span")
+            raised = name == "r" and said_at(element, "{*}rPr/{*}vertAlign") == "superscript"
+            element.tag = "sup" if raised else _WORD_TAGS.get(name, "span")
 
     def _write_paragraph(self, element: Any) -> None:
         style = said_at(element, "{*}pPr/{*}pStyle")
@@ -321,8 +300,7 @@ def _slides(archive: Archive) -> Iterator[str]:
     show = archive.first("", "officeDocument")
     related = archive.related(show)
     for slide in archive.xml(show).iterfind("{*}sldIdLst/{*}sldId"):
-        names = [related[key][1] for key in slide.attrib.values() if key in related]
-        yield from names
+        yield from (related[key][1] for key in slide.attrib.values() if key in related)
 
 
 def _place(shape: Any) -> str:
@@ -343,7 +321,7 @@ def _written(root: Any) -> list[Part]:
             block = "h2" if _place(element) in _TITLES else "div"
         elif name == "graphicFrame":
             block = "div"
-        elif name in _HIDDEN_ON_SLIDES or _is_number(element):
+        elif name in _HIDDEN_ON_SLIDES or says(element, "type") == "slidenum":
             element.set("hidden", "")
         elif name == "txBody":
             counts = {}
@@ -353,10 +331,6 @@ def _written(root: Any) -> list[Part]:
             continue
         element.tag = _SLIDE_TAGS.get(name, "span")
     return tree_parts(root)
-
-
-def _is_number(element: Any) -> bool:
-    return local(element) == "fld" and says(element, "type") == "slidenum"
 
 
 def _mark(paragraph: Any, counts: dict[tuple[Any, ...], int]) -> str:

@@ -10,10 +10,8 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
 from cached_rag.rag.document import (
@@ -25,7 +23,6 @@ from cached_rag.rag.document import (
     limited,
     private_copy,
     shown,
-    text_limit,
     with_line_feeds,
 )
 
@@ -55,29 +52,16 @@ _QUOTES = " \t'\""
 _MOST_SAID = 300
 _FRONT_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*(.+)$", re.MULTILINE | re.IGNORECASE)
 
-# Of UTF-16 and UTF-32, which alone have zeros in texts.
-_BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
 # A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
 # In texts of other encodings it is the other way round.
 _WHOLE = 4
-# Beyond ASCII, what texts in Western European languages have; but for letters in whose place others
-# have their own, as Turkish has for those of Icelandic, and for those that Czech has, too.
-_LETTERS = "àáâäåãæçèéêëìíîïñòóôöõøùúûüßœÿ"
-_MARKS = bytes((*range(0x80, 0x8A), 0x8B, *range(0x91, 0x9A), 0x9B, *range(0xA0, 0xC0), 0xD7))
-_WESTERN = {*_LETTERS, *_MARKS.decode("cp1252", errors="ignore")}
+# A guess at an encoding that is less sure is none: of few characters beyond ASCII.
+_SURE = 0.08
 _WORD = r"[^\W_]+"
 _DIVIDED = re.compile(rf"({_WORD})[-\u2010][ \t]*\n[ \t]*({_WORD})")
 # Words, and words of several parts.
 _WORDS = re.compile(rf"{_WORD}(?:-{_WORD})*")
-# What English words with a hyphen mostly begin with; and what follows one that stands for a part of
-# a word, as in "low- and high-pressure".
-_BEFORE = frozenset(
-    (
-        *("cross", "double", "four", "full", "half", "heavy", "high", "ill", "last", "left"),
-        *("long", "low", "near", "non", "open", "right", "self", "semi", "short", "single"),
-        *("six", "three", "top", "twin", "two", "water", "well"),
-    )
-)
+# What follows a hyphen that stands for a part of a word, as in "low- and high-pressure".
 _BETWEEN = frozenset(("and", "bis", "or", "oder", "to", "und"))
 # Words that are no longer, as "in" and "to", are the beginning or end of many others.
 _SHORT = 3
@@ -108,63 +92,44 @@ def load_document(
         known = ", ".join(sorted(READERS))
         kind = shown(path.suffix) or "no suffix"
         raise DocumentError(f"{shown(path)}: no reader for {kind}; known: {known}")
+    copy = path
     try:
-        with (
-            private_copy(path, inside or path.resolve(), max_bytes) as copy,
-            _told_of(copy, path),
-            text_limit(max_characters),
-        ):
-            document = _read(copy, reader, path)
+        with private_copy(path, inside or path.resolve(), max_bytes) as copy:
+            document = _read(copy, reader, path, max_characters)
             is_empty = copy.stat().st_size == 0
-    except DocumentError:
-        raise
-    except Exception as error:  # by the path, or the system
-        raise _unreadable(path, error) from error
+    except Exception as error:  # by the path, the system, or a parser, which can raise anything
+        raise _said_of(path, copy, error) from error
     if not document.text:
         why = "the file is empty" if is_empty else "if it is a scan, run OCR, else remove it"
         raise DocumentError(f"{shown(path)}: holds no text; {why}")
     return document
 
 
-def _read(copy: Path, reader: Callable[[Path], str | Iterable[Part]], path: Path) -> Document:
+def _read(
+    copy: Path, reader: Callable[[Path], str | Iterable[Part]], path: Path, max_characters: int
+) -> Document:
     suffix = path.suffix.lower()
     found = reader(copy)
     parts = [(found, {})] if isinstance(found, str) else found
+    parts = list(limited(parts, max_characters))
+    if suffix == ".pdf":
+        whole = joined([text for text, _ in parts])
+        parts = [(text, known) for text, (_, known) in zip(whole, parts, strict=True)]
     language = LANGUAGES.get(suffix, "")
-    is_nameless = suffix in _NAMELESS and not _is_titled(found)
+    is_titled = any(text.startswith("Title: ") for text, _ in parts[:1])
+    is_nameless = suffix in _NAMELESS and not is_titled
     title = shown(path.name) if language or is_nameless else ""
-    parts = limited(parts, _length)
     return assembled(str(path), parts, title=title, language=language)
 
 
-def _length(part: Part) -> int:
-    """How many characters a part has, and what is known of it."""
-    text, known = part
-    return len(text) + sum(len(str(value)) for value in known.values())
-
-
-@contextmanager
-def _told_of(copy: Path, path: Path) -> Iterator[None]:
-    """Has what is said of a copy be said of the file, in a DocumentError."""
-    try:
-        yield
-    except DocumentError as error:
-        said = str(error).replace(str(copy), shown(path))
-        said = said if said.startswith(shown(path)) else f"{shown(path)}: {said}"
-        raise DocumentError(said) from error
-    except MissingPackageError as error:
-        raise DocumentError(f"{shown(path)}: {error}") from error
-    except Exception as error:  # a broken file can make a parser raise anything
-        raise _unreadable(path, error, copy) from error
-
-
-def _unreadable(path: Path, error: Exception, copy: Path | None = None) -> DocumentError:
-    said = f"{type(error).__name__}: {error}".replace(str(copy or path), path.name)[:_MOST_SAID]
-    return DocumentError(f"{shown(path)}: cannot be read ({shown(said)}); repair or remove it")
-
-
-def _is_titled(found: str | Iterable[Part]) -> bool:
-    return isinstance(found, str) and found.startswith("Title: ")
+def _said_of(path: Path, copy: Path, error: Exception) -> DocumentError:
+    """What went wrong with a copy, said of the file."""
+    name = shown(path)
+    said = str(error).replace(str(copy), name)
+    if not isinstance(error, DocumentError | MissingPackageError):
+        why = shown(f"{type(error).__name__}: {said}"[:_MOST_SAID])
+        said = f"cannot be read ({why}); repair or remove it"
+    return DocumentError(said if said.startswith(name) else f"{name}: {said}")
 
 
 def _html_parts(html: str) -> list[Part]:
@@ -205,20 +170,16 @@ def _read_notebook(path: Path) -> list[Part]:
             parts += _markdown_parts(source)
             continue
         known = parts[-1][1] if parts else {}
-        printed = ("".join(_printed(one)) for one in cell.get("outputs", ()))
-        parts += [(text, known) for text in (source, *printed)]
+        outputs = (one.get("text") or one.get("data", {}) for one in cell.get("outputs", ()))
+        printed = (one.get("text/plain", "") if isinstance(one, dict) else one for one in outputs)
+        parts += [("".join(text), known) for text in (source, *printed)]
     return parts
 
 
-def _printed(output: dict[str, Any]) -> str | list[str]:
-    found: str | list[str] = output.get("text") or output.get("data", {}).get("text/plain", "")
-    return found
+def _read_table(path: Path) -> Iterable[Part]:
+    from cached_rag.rag.tables import table_parts
 
-
-def _read_table(path: Path) -> str:
-    from cached_rag.rag.tables import table_to_text
-
-    return table_to_text(decoded(path), "\t" if path.suffix.lower() == ".tsv" else None)
+    return table_parts(decoded(path), "\t" if path.suffix.lower() == ".tsv" else None)
 
 
 def _read_rst(path: Path) -> str | list[Part]:
@@ -232,14 +193,14 @@ def _read_rst(path: Path) -> str | list[Part]:
     return [(header, {}), *_html_parts(html)]
 
 
-def _read_pdf(path: Path) -> list[Part]:
+def _read_pdf(path: Path) -> Iterator[Part]:
     from pypdf import PdfReader
 
     reader = PdfReader(path)
     if reader.is_encrypted and not reader.decrypt(""):
         raise DocumentError(f"{path}: is encrypted; remove its password")
-    pages = joined(list(limited((page.extract_text() for page in reader.pages), len)))
-    return [(page, {"page": number}) for number, page in enumerate(pages, 1)]
+    for number, page in enumerate(reader.pages, 1):
+        yield page.extract_text(), {"page": number}
 
 
 def _read_code(path: Path) -> str:
@@ -263,11 +224,11 @@ def _read_by_kreuzberg(path: Path) -> str:
     return f"Title: {title}\n\n{found.content}" if isinstance(title, str) else found.content
 
 
-def _by(module: str, function: str) -> Callable[[Path], Sequence[Part]]:
+def _by(module: str, function: str) -> Callable[[Path], Iterable[Part]]:
     """A reader that is imported when it is used, with the libraries that it needs."""
 
-    def read(path: Path) -> Sequence[Part]:
-        parts: Sequence[Part] = getattr(import_module(f"cached_rag.rag.{module}"), function)(path)
+    def read(path: Path) -> Iterable[Part]:
+        parts: Iterable[Part] = getattr(import_module(f"cached_rag.rag.{module}"), function)(path)
         return parts
 
     return read
@@ -291,13 +252,14 @@ def decoded(path: Path) -> str:
     except UnicodeDecodeError:
         if (damaged := _damaged_utf8(data)) is not None:
             return damaged
-        from charset_normalizer import from_bytes
+    import chardet
 
-        found = from_bytes(data)
-        best = found.best()
-        if best is None or (b"\x00" in data[:4096] and not data.startswith(_BYTE_ORDER_MARKS)):
-            raise DocumentError(f"{path}: is not text in any known encoding") from None
-        return _western(data, found) or str(best)
+    era = chardet.EncodingEra.MODERN_WEB
+    found = chardet.detect(data, encoding_era=era, max_bytes=len(data))
+    if found["encoding"] is None:
+        raise DocumentError(f"{path}: is not text in any known encoding")
+    encoding = found["encoding"] if found["confidence"] >= _SURE else "cp1252"
+    return data.decode(encoding, errors="replace")
 
 
 def _damaged_utf8(data: bytes) -> str | None:
@@ -308,36 +270,14 @@ def _damaged_utf8(data: bytes) -> str | None:
     text = data.decode("utf-8-sig", errors="replace")
     lost = text.count("\ufffd")
     whole = sum(not character.isascii() for character in text) - lost
-    has_mark = data.startswith(codecs.BOM_UTF8)
-    is_utf8 = has_mark or (whole >= _WHOLE * lost and b"\x00" not in data[:4096])
+    is_utf8 = data.startswith(codecs.BOM_UTF8) or whole >= _WHOLE * lost
     return text if is_utf8 else None
 
 
-def _western(data: bytes, found: Any) -> str | None:
-    """The text in cp1252, if that is as good a guess as any; None if another one is better.
-
-    Of guesses that are as good the library takes any, which turns French into Lithuanian letters.
-
-    Args:
-        found: the library's guesses, the best one first.
-    """
-    try:
-        text = data.decode("cp1252")
-    except UnicodeDecodeError:
-        return None
-    letters = {letter for letter in text.lower() if not letter.isascii()}
-    is_hungarian = "õ" in letters and "ã" not in letters  # õ stands where cp1250 has ő
-    guesses = (one for one in found if "cp1252" in (one.encoding, *one.could_be_from_charset))
-    guess = next(guesses, None)
-    if guess is None or is_hungarian or not letters <= _WESTERN:
-        return None
-    return text if guess.coherence >= found.best().coherence else None
-
-
 def joined(pages: Sequence[str]) -> list[str]:
-    """Pages whose divided words are whole again: "pro-", "cedure", but "well-", "known" with "-".
+    """Pages whose divided words are whole again: "pro-", "cedure".
 
-    What else the document says decides, and where it says neither, how the word begins.
+    A hyphen stays if the document has the word with it elsewhere, or both its parts as words.
     """
     whole = (_DIVIDED.sub(" ", page) for page in pages)
     known = {word.lower() for page in whole for word in _WORDS.findall(page)}
@@ -349,7 +289,6 @@ def joined(pages: Sequence[str]) -> list[str]:
         is_compound = (
             not (begin.isalpha() and found[2].isalpha() and found[2].islower())
             or f"{begin}-{end}" in known
-            or (len(end) > _SHORT and begin in _BEFORE)
             or (min(len(begin), len(end)) > _SHORT and begin in known and end in known)
         )
         hyphen = "-" if is_compound and begin + end not in known else ""

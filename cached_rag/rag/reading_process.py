@@ -21,8 +21,6 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
-from types import TracebackType
-from typing import Any
 
 import psutil
 
@@ -52,7 +50,8 @@ _ENVIRONMENT = (
 )
 # Where a program looks for the folder of its temporary files.
 _TEMPORARY = ("TMPDIR", "TEMP", "TMP")
-# Most bytes of a character in JSON, and of all else in an answer.
+# Most bytes of a character in JSON, and of all else in an answer. Whatever a parser does to its
+# process, no more is read.
 _CHARACTER_BYTES, _ANSWER_BYTES = 12, 1 << 20
 # By so many seconds later than its watcher would a process ends itself, should that be gone.
 _GRACE = 30.0
@@ -75,12 +74,7 @@ class ConfinedReader:
     def __enter__(self) -> ConfinedReader:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def load(self, path: Path | str, seconds: float | None = None) -> Document:
@@ -103,7 +97,6 @@ class ConfinedReader:
             "path": str(Path(path).absolute()),
             "max_bytes": limits.max_document_bytes,
             "max_characters": limits.max_characters,
-            "most_bytes": self._most_bytes,
             "inside": str(self._inside),
             "seconds": limits.parse_seconds,
         }
@@ -119,11 +112,6 @@ class ConfinedReader:
         parts = tuple((begin, known) for begin, known in found["parts"])
         return Document(**found | {"source": str(path), "parts": parts})
 
-    @property
-    def _most_bytes(self) -> int:
-        """Most bytes of an answer. Whatever a parser does to its process, no more is read."""
-        return _CHARACTER_BYTES * self._limits.max_characters + _ANSWER_BYTES
-
     def _answer(self, path: Path | str, line: bytes, seconds: float | None) -> bytes:
         """What the process answers to a line.
 
@@ -132,7 +120,8 @@ class ConfinedReader:
         """
         process = self._begun()
         answers: list[bytes] = []
-        thread = Thread(target=_ask, args=(process, line, self._most_bytes, answers), daemon=True)
+        most_bytes = _CHARACTER_BYTES * self._limits.max_characters + _ANSWER_BYTES
+        thread = Thread(target=_ask, args=(process, line, most_bytes, answers), daemon=True)
         thread.start()
         begin = time.monotonic()
         try:
@@ -144,7 +133,7 @@ class ConfinedReader:
             thread.join()
             raise
         [answer] = answers or [b""]
-        if len(answer) >= self._most_bytes:
+        if len(answer) >= most_bytes:
             raise DocumentError(f"{shown(path)}: {too_long(self._limits.max_characters)}")
         if not answer.endswith(b"\n"):
             raise DocumentError(
@@ -271,25 +260,11 @@ def main() -> None:
             if wanted["seconds"] is not None:
                 late = wanted["seconds"] + _GRACE
                 faulthandler.dump_traceback_later(late, exit=True, file=nothing)
-            answers.write(_answer_to(wanted) + "\n")
+            limits = wanted["max_bytes"], wanted["max_characters"]
+            try:
+                found = vars(load_document(wanted["path"], *limits, Path(wanted["inside"])))
+            except DocumentError as error:
+                found = {"error": str(error)}
+            answers.write(json.dumps(found) + "\n")
             answers.flush()
             faulthandler.cancel_dump_traceback_later()
-
-
-def _answer_to(wanted: dict[str, Any]) -> str:
-    answer = json.dumps(_read(wanted))
-    if len(answer) >= wanted["most_bytes"]:
-        # By what surrounds its text: a part for each character, for one.
-        return json.dumps(
-            {"error": f"{shown(wanted['path'])}: {too_long(wanted['max_characters'])}"}
-        )
-    return answer
-
-
-def _read(wanted: dict[str, Any]) -> dict[str, Any]:
-    limits = wanted["max_bytes"], wanted["max_characters"]
-    try:
-        found = load_document(wanted["path"], *limits, Path(wanted["inside"]))
-    except DocumentError as error:
-        return {"error": str(error)}
-    return vars(found)

@@ -1,24 +1,21 @@
 """Turns reStructuredText into HTML and opens no file. Knows docutils; knows no other format.
 
-Markup can name files in many ways, and docutils learns new ones. So only the directives that are
-listed here are run, those for pictures do not get the pictures' names, and pictures are left out
-of the HTML. Of directives that docutils does not have, such as Sphinx's, argument and content are
-text; what docutils cannot read stays as it is written.
+docutils is told to insert no file and nothing raw, only its own directives are run, and pictures
+are left out of the HTML, as its writer would open them. Of other directives, such as Sphinx's,
+argument and content are text; what docutils cannot read stays as it is written.
 """
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from copy import copy
 from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.core import publish_parts
 from docutils.parsers.rst import Directive, Parser, directives, states
-from docutils.parsers.rst.directives import body, images, parts, tables, unchanged
+from docutils.parsers.rst.directives import body, unchanged
 from docutils.utils import Reporter
 from docutils.writers import html5_polyglot
 
@@ -28,25 +25,18 @@ _SETTINGS = {
     "report_level": 5,
     "halt_level": 6,
     "_disable_config": True,
-    "syntax_highlight": "none",
     "math_output": "LaTeX",
     "input_encoding": "unicode",
     "output_encoding": "unicode",
     "stylesheet_path": None,
-    "toc_backlinks": False,
     "sectnum_xform": False,
 }
 # Python's documents use Sphinx roles, which docutils alone would print as errors.
 _ROLE = re.compile(r":(?:\w+:)?([a-z]+):`([^`]+)`")
-_FIELD = re.compile(r"[A-Z][\w-]*:")
-# From each of these characters docutils searches for the end of inline markup, which takes time
-# quadratic in the paragraph's length. Limits, in characters, on what may get that far.
-_MARKS = "*`|_:@"
-_MOST_WORK = 10_000_000
-_LONGEST_WORD = 2000
-# Most characters that substitutions may add, and most tables of contents.
-_MOST_GROWN = 100_000
-_MOST_CONTENTS = 32
+# Two fields or more, and the blank line behind them.
+_HEADER = re.compile(r"(?:[A-Z][\w-]*:.*\n(?:[ \t]+\S.*\n)*){2,}\n")
+# Most characters of a paragraph in which markup is looked for, which takes time quadratic in them.
+_LONGEST = 10_000
 
 
 def rst_to_html(source: str) -> tuple[str, str]:
@@ -54,26 +44,12 @@ def rst_to_html(source: str) -> tuple[str, str]:
 
     Python Enhancement Proposals begin with such lines, which markup would join into one.
     """
-    header, rest = _split_header(source)
-    rest = _ROLE.sub(_spell_role, rest)
+    header = _HEADER.match(source)
+    rest = _ROLE.sub(_spell_role, source[header.end() :] if header else source)
     parser, writer = _RstParser(inliner=_inliner()), html5_polyglot.Writer()
     writer.translator_class = _Translator
     found = publish_parts(rest, parser=parser, writer=writer, settings_overrides=_SETTINGS)
-    return header, found["html_body"]
-
-
-def _split_header(source: str) -> tuple[str, str]:
-    """A header of two fields or more, with the blank line behind it, and the rest of the text."""
-    fields, end, line = 0, 0, ""
-    for line in io.StringIO(source):
-        end += len(line)
-        if _FIELD.match(line):
-            fields += 1
-        elif not (fields and line[0] in " \t" and len(line) > 2):
-            break
-    if fields < 2 or line != "\n":
-        return "", source
-    return source[:end], source[end:]
+    return header[0] if header else "", found["html_body"]
 
 
 def _spell_role(match: re.Match[str]) -> str:
@@ -114,51 +90,6 @@ class _Unknown(Directive):
         return [nodes.paragraph("", "", *argument), *messages, *content.children]
 
 
-class _Unseen(images.Image):
-    """A picture's directive, run without its file's name and its options."""
-
-    def run(self) -> Sequence[nodes.Node]:
-        self.arguments, self.options = ["data:,"], {}
-        return super().run()
-
-
-class _Figure(_Unseen, images.Figure):
-    pass
-
-
-class _Table(tables.CSVTable):
-    option_spec: ClassVar[dict[str, Any]] = {
-        name: check
-        for name, check in tables.CSVTable.option_spec.items()
-        if name not in ("file", "url", "encoding")
-    }
-
-
-class _Contents(parts.Contents):
-    """A table of contents. Each repeats all titles, so a document may have only so many."""
-
-    def run(self) -> Sequence[nodes.Node]:
-        document: Any = self.state.document
-        document.tables_of_contents = getattr(document, "tables_of_contents", 0) + 1
-        return super().run() if document.tables_of_contents <= _MOST_CONTENTS else []
-
-
-# Directives that are run as they are, and those that are run as others, by docutils' classes.
-_PLAIN = (
-    *("Admonition", "Attention", "Caution", "Danger", "Error", "Hint", "Important", "Note", "Tip"),
-    *("Warning", "Compound", "Container", "Epigraph", "Highlights", "LineBlock", "MathBlock"),
-    *("ParsedLiteral", "PullQuote", "Rubric", "Sidebar", "Topic", "Class", "Date", "DefaultRole"),
-    *("Replace", "Role", "Title", "Unicode", "Footer", "Header", "ListTable", "RSTTable"),
-)
-_CHANGED: dict[str, type[Directive]] = {
-    "CodeBlock": _Code,
-    "CSVTable": _Table,
-    "Contents": _Contents,
-    "Image": _Unseen,
-    "Figure": _Figure,
-}
-
-
 class _KnownNames(states.RSTState):
     """A state of docutils' parser; those of its directives that are not listed are nothing here."""
 
@@ -173,12 +104,8 @@ class _KnownNames(states.RSTState):
         name = match.group(1)
         found, _ = directives.directive(name, this.memo.language, this.document)
         if found is None or not found.__module__.startswith("docutils."):
-            return this.run_directive(_Unknown, match, name, presets)
-        plain = found if found.__name__ in _PLAIN else None
-        known = _CHANGED.get(found.__name__, plain)
-        if known is None:
-            return [], this.unknown_directive(name)[1]
-        return this.run_directive(known, match, name, presets)
+            found = _Unknown
+        return this.run_directive(_Code if found is body.CodeBlock else found, match, name, presets)
 
 
 # docutils finds the directives' construct here, by the function.
@@ -191,16 +118,13 @@ _STATES = tuple(type(state.__name__, (_KnownNames, state), {}) for state in stat
 
 
 def _inliner() -> states.Inliner:
-    """A parser of inline markup that leaves a paragraph as it is if it would take too long."""
+    """A parser of inline markup that leaves a very long paragraph as it is."""
     inliner = states.Inliner()
     find = inliner.parse
 
     def parse(text: str, lineno: int, memo: Any, parent: Any) -> Any:
-        work = len(text) * sum(map(text.count, _MARKS))
-        if work <= _MOST_WORK and all(len(word) <= _LONGEST_WORD for word in text.split()):
-            with suppress(RecursionError):  # of a paragraph with very many addresses
-                return find(text, lineno, memo, parent)
-        return [nodes.Text(text)], []
+        is_long = len(text) > _LONGEST
+        return ([nodes.Text(text)], []) if is_long else find(text, lineno, memo, parent)
 
     # Not a subclass: docutils looks some things up in the class itself.
     inliner.parse = parse  # type: ignore[method-assign]
@@ -214,8 +138,11 @@ class _RstParser(Parser):
         self.state_classes = _STATES
         document.settings.line_length_limit = len(inputstring)
         super().parse(inputstring, document)
+        document.settings.line_length_limit = _LONGEST  # of what a substitution stands for
         _spell_errors(document)
-        _bound_substitutions(document, _MOST_GROWN + len(inputstring))
+        for definition in document.substitution_defs.values():  # which could expand each other
+            for reference in list(definition.findall(nodes.substitution_reference)):
+                reference.replace_self(nodes.Text(reference.astext()))
 
 
 def _spell_errors(document: nodes.document) -> None:
@@ -226,28 +153,6 @@ def _spell_errors(document: nodes.document) -> None:
             message.replace_self(blocks)
 
 
-def _bound_substitutions(document: nodes.document, most: int) -> None:
-    """Let substitutions grow a document by no more than `most` characters.
-
-    Inside of definitions, which could expand each other without end, names of substitutions become
-    plain text; everywhere, if all that they stand for has more characters.
-    """
-    for definition in document.substitution_defs.values():
-        _leave(list(definition.findall(nodes.substitution_reference)))
-    sizes = {name.lower(): len(d.astext()) for name, d in document.substitution_defs.items()}
-    references = list(document.findall(nodes.substitution_reference))
-    if sum(sizes.get(reference["refname"].lower(), 0) for reference in references) > most:
-        _leave(references)
-
-
-def _leave(references: list[nodes.substitution_reference]) -> None:
-    for reference in references:
-        reference.replace_self(nodes.Text(reference.astext()))
-
-
 class _Translator(html5_polyglot.HTMLTranslator):
     def visit_image(self, node: nodes.image) -> None:
-        raise nodes.SkipNode
-
-    def visit_raw(self, node: nodes.raw) -> None:
         raise nodes.SkipNode

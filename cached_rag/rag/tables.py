@@ -11,23 +11,22 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from datetime import datetime, time, timedelta
-from decimal import ROUND_HALF_UP, Context, Decimal
+from decimal import ROUND_HALF_UP, Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
 from cached_rag.errors import needs_extra
-from cached_rag.rag.document import Part, limited
+from cached_rag.rag.document import Metadata, Part
 from cached_rag.rag.html import tree_parts
 from cached_rag.rag.office import Archive, local, says
 
 # What a format has beside digits: colours and conditions, a currency, room for a character, a
 # character as it is, text in quotes.
 _BESIDE = re.compile(r"\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|[_*].|\\(.)|\"([^\"]*)\"")
-_DIGITS = re.compile(r"[#0?][#0?,]*(?:\.([#0?]*))?(,*)")
-# Formats that are no plain number: scientific ones, fractions, text.
-_OTHER = re.compile(r"general|[eE][+-]|/|@", re.IGNORECASE)
+_DIGITS = re.compile(r"[#0?][#0?,.]*")
+# Formats that are no plain number: scientific ones, fractions, text, thousands.
+_OTHER = re.compile(r"general|[eE][+-]|/|@|,(?![#0?])", re.IGNORECASE)
 _MOST_DECIMALS = 15
-_EXACT = Context(prec=400)  # more digits than a number can have
 
 # Enough to see what stands between values.
 _SAMPLE = 1 << 13
@@ -43,34 +42,35 @@ _HIDDEN = ("tracked-changes", "annotation", "forms", "desc", "hidden-paragraph")
 _MOST_REPEATED = 50
 
 
-def table_to_text(source: str, between: str | None = None) -> str:
-    """A table's text, see `rows_to_text`.
+def table_parts(source: str, between: str | None = None) -> Iterator[Part]:
+    """A table's text, see `row_parts`.
 
     Args:
         between: what stands between values; None to find out.
 
     Raises:
         csv.Error: it is no table.
-        DocumentError: this would be more text than a document may have.
     """
     csv.field_size_limit(max(csv.field_size_limit(), len(source)))
     rows = _split(source, between or _between(source))
     if rows and len(rows[0]) == 1 and sum(len(row) > 1 for row in rows) < len(rows) / 2:
         rows = _split(source, _NOTHING)  # one column, with such marks in its texts
-    return rows_to_text(rows)
+    return row_parts(rows, {})
 
 
 def _split(source: str, between: str) -> list[list[str]]:
     return [row for row in csv.reader(io.StringIO(source, newline=""), delimiter=between) if row]
 
 
-def sheet_parts(name: str, rows: Sequence[Sequence[str]]) -> list[Part]:
+def sheet_parts(name: str, rows: Sequence[Sequence[str]]) -> Iterator[Part]:
     """A sheet's text behind its name; nothing of an empty one."""
-    text = rows_to_text(rows)
-    return [(f"{name}\n\n{text}", {"heading": name} if name else {})] if text else []
+    known = {"heading": name} if name else {}
+    if any(value.strip() for row in rows for value in row):
+        yield name, known
+    yield from row_parts(rows, known)
 
 
-def rows_to_text(rows: Sequence[Sequence[str]]) -> str:
+def row_parts(rows: Sequence[Sequence[str]], known: Metadata) -> Iterator[Part]:
     """Each row with its number, and each value with its column's name, if it has one.
 
     Rows with a first value alone that stand before the names are text. No value is left out.
@@ -78,14 +78,13 @@ def rows_to_text(rows: Sequence[Sequence[str]]) -> str:
     rows = [row for row in rows if any(map(str.strip, row))]
     first = next((at for at, row in enumerate(rows) if any(map(str.strip, row[1:]))), 0)
     names = [name.strip() for name in rows[first]] if rows else []
-    parts = [value.strip() for row in rows[:first] for value in row if value.strip()]
+    yield from ((value, known) for row in rows[:first] for value in row)
     rows = rows[first + 1 :]
     used = {at for row in rows for at, value in enumerate(row) if value.strip()}
-    if unused := [name for at, name in enumerate(names) if name and at not in used]:
-        parts.append("\n".join(unused))
-    numbered = enumerate(rows, 1)
-    texts = ("\n".join([f"Row {number}:", *_named(names, row)]) for number, row in numbered)
-    return "\n\n".join([*parts, *limited(texts, len)])
+    unused = [name for at, name in enumerate(names) if name and at not in used]
+    yield "\n".join(unused), known
+    for number, row in enumerate(rows, 1):
+        yield "\n".join([f"Row {number}:", *_named(names, row)]), known
 
 
 def _between(source: str) -> str:
@@ -102,7 +101,7 @@ def _named(names: Sequence[str], row: Sequence[str]) -> Iterator[str]:
             yield f"  {name}: {value.strip()}" if name else f"  {value.strip()}"
 
 
-def read_xlsx(path: Path) -> list[Part]:
+def read_xlsx(path: Path) -> Iterator[Part]:
     """The sheets that are shown, one by one; of formulas, what they gave when they were saved.
 
     Raises:
@@ -112,7 +111,7 @@ def read_xlsx(path: Path) -> list[Part]:
         from openpyxl import load_workbook
 
     with Archive(path) as archive:
-        parts = [archive.titled()]
+        yield archive.titled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are of what else a book has, such as charts
         book = load_workbook(path, read_only=True, data_only=True, keep_links=False)
@@ -120,9 +119,8 @@ def read_xlsx(path: Path) -> list[Part]:
             if sheet.sheet_state == "visible":
                 sheet.reset_dimensions()  # else rows are as wide as the file says
                 cells = ([_shown(cell) for cell in row] for row in sheet.iter_rows())
-                parts += sheet_parts(sheet.title, [row for row in cells if any(row)])
+                yield from sheet_parts(sheet.title, [row for row in cells if any(row)])
         book.close()
-    return parts
 
 
 def _shown(cell: Any) -> str:
@@ -146,52 +144,45 @@ def formatted(number: float, code: str) -> str:
     >>> formatted(0.125, "0.0%"), formatted(-1234.5, '#,##0.00" kg"')
     ('12.5%', '-1,234.50 kg')
     """
-    sections = _sections(code)
-    is_own = number < 0 and len(sections) > 1 and bool(sections[1])
-    section = sections[1] if is_own else sections[0]
+    sections = code.split(";")
+    is_own = number < 0 and len(sections) > 1
+    section = sections[is_own]
     plain = _BESIDE.sub("", section)
-    if _OTHER.search(plain) or not (digits := _DIGITS.search(plain)):
+    found = _DIGITS.search(plain)
+    if found is None or _OTHER.search(plain):
         return f"{number:.15g}"
-    decimals = digits[1] or ""
-    value = abs(Decimal(repr(number))).scaleb(2 * plain.count("%") - 3 * len(digits[2]))
-    least = Decimal(1).scaleb(-min(len(decimals), _MOST_DECIMALS))
-    comma = "," if "," in digits[0].rstrip(",") else ""
-    said = f"{value.quantize(least, ROUND_HALF_UP, _EXACT):{comma}f}"
-    if not comma:  # as in "00042"
-        said = "0" * (digits[0].partition(".")[0].count("0") - len(said.partition(".")[0])) + said
-    optional = len(decimals) - len(decimals.rstrip("#?"))
-    for _ in range(optional):
-        said = said.removesuffix("0")
-    said = said.removesuffix(".")
-    spelled = _BESIDE.sub(lambda found: "".join(text or "" for text in found.groups()), section)
-    place = _DIGITS.search(spelled)
-    assert place is not None
+    whole, _, decimals = found[0].partition(".")
+    comma = "," if "," in whole else ""
+    places = min(len(decimals), _MOST_DECIMALS)
+    width = max(whole.count("0"), 1) + (places + 1 if places else 0)  # as of "00042"
+    value = Decimal(repr(abs(number))).scaleb(2 * plain.count("%"))
+    with localcontext() as context:
+        context.rounding = ROUND_HALF_UP
+        said = f"{value:0{width}{comma}.{places}f}"
+    if decimals.endswith(("#", "?")):
+        said = said.rstrip("0").removesuffix(".")
+    spelled = _BESIDE.sub(lambda beside: "".join(text or "" for text in beside.groups()), section)
+    before, _, behind = spelled.partition(found[0])
     sign = "-" if number < 0 and not is_own else ""
-    return f"{sign}{spelled[: place.start()]}{said}{spelled[place.end() :]}".strip()
+    return f"{sign}{before}{said}{behind}".strip()
 
 
-def _sections(code: str) -> list[str]:
-    """A format's parts: for numbers above zero, below, and zero. Quoted text may have ";"."""
-    return re.findall(r"((?:\"[^\"]*\"|\\.|[^;])*)(?:;|$)", code) or [code]
-
-
-def read_opendocument(path: Path) -> list[Part]:
+def read_opendocument(path: Path) -> Iterator[Part]:
     """A document's text as a reader sees it, with each note where it is referred to."""
     with Archive(path) as archive:
         content = archive.xml("content.xml")
         styles = [content, archive.xml("styles.xml")]
-        parts = [archive.titled("meta.xml", ".//{*}title")]
+        yield archive.titled("meta.xml", ".//{*}title")
     hidden = set(_hidden_styles(styles))
     body = content.find("{*}body")
     if body is None:
-        return parts
+        return
     for table in body.iterfind("{*}spreadsheet/{*}table"):
         if says(table, "style-name") not in hidden:
-            parts += sheet_parts(says(table, "name"), list(_rows(table)))
+            yield from sheet_parts(says(table, "name"), list(_rows(table)))
     if body.find("{*}spreadsheet") is None:
         _write(body, hidden, _ListStyles(styles))
-        parts += tree_parts(body)
-    return parts
+        yield from tree_parts(body)
 
 
 def _hidden_styles(styles: list[Any]) -> Iterator[str]:

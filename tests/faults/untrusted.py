@@ -20,7 +20,7 @@ Load = Callable[[Path], str]
 SECRET = "the signing key of another folder"
 SOUND = "The valve is red."
 LIMIT = 100_000
-MODULES = ("kreuzberg", "markdown_it", "lxml", "docutils", "charset_normalizer", "json")
+MODULES = ("kreuzberg", "markdown_it", "lxml", "docutils", "chardet", "json")
 
 
 def campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:

@@ -56,7 +56,7 @@ MARKUP = {
     "legend.html": ("<fieldset><legend>Leg</legend>Field</fieldset>", "Leg\nField"),
     "button.html": ("<button>A</button><button>B</button>", "A\nB"),
     "inline.html": ("<b>bold</b>face H<sub>2</sub>O 10<sup>6</sup>", "boldface H2O 10^6"),
-    "quote.html": ("a<blockquote>b</blockquote><q>c</q>", 'a\n\nb\n\n"c"'),
+    "quote.html": ("a<blockquote>b</blockquote>c", "a\n\nb\n\nc"),
     "quote.md": ("a\n\n> b\n> c", "a\n\nb c"),
     "code.md": ("x\n\n```\na\n   b\n```", "x\n\na\n   b"),
     "code.rst": ("x::\n\n  a\n     b", "x:\n\na\n   b"),
@@ -128,6 +128,19 @@ WORD = {
             [paragraph("1"), paragraph(""), paragraph("3") + paragraph("x")],
         ),
         "a | b | c\n1 | | 3 x",
+    ),
+    "rows": (
+        word_table([paragraph("a"), paragraph("b")], [paragraph("1"), paragraph("2")]).replace(
+            "<w:tr>", "<w:tr><w:trPr><w:tblHeader/></w:trPr>"
+        ),
+        "a | b\n1 | 2",
+    ),
+    "power": (
+        paragraph(
+            "10",
+            more='<w:r><w:rPr><w:vertAlign w:val="superscript"/></w:rPr><w:t>6</w:t></w:r>',
+        ),
+        "10^6",
     ),
     "inner": (word_table([word_table([paragraph("3"), paragraph("5")])]), "3 | 5"),
     "note": (
@@ -316,12 +329,14 @@ def test_each_construct_becomes_the_text_that_a_reader_sees(tmp_path, name):
         (-5, "#,##0;(#,##0)", "(5)"),
         (-1234.5, '#,##0.00" kg"', "-1,234.50 kg"),
         (3, "0.##", "3"),
+        (1500, "#,###", "1,500"),
         (42, "00000", "00042"),
         (5, "[$€-407] #,##0", "€ 5"),
-        (1234567, '0.0,,"M"', "1.2M"),
+        (1234567, '0.0,,"M"', "1234567"),
         (0.1 + 0.2, "General", "0.3"),
         (1.5, "# ?/?", "1.5"),
-        (7, '"; "0', "; 7"),
+        (12.5, '0.0"%"', "12.5%"),
+        (-0.5, "0%;[Red](0%)", "(50%)"),
     ],
 )
 def test_numbers_are_as_a_sheet_shows_them(number, code, wanted):
@@ -332,7 +347,7 @@ def test_numbers_are_as_a_sheet_shows_them(number, code, wanted):
     ("page", "wanted"),
     [
         ("The pro-\ncedure", "The procedure"),
-        ("a well-\nknown valve", "a well-known valve"),
+        ("known as well, a well-\nknown valve", "known as well, a well-known valve"),
         ("as is known-good and known-\ngood", "as is known-good and known-good"),
         ("pressure, relief: a pressure-\nrelief", "pressure, relief: a pressure-relief"),
         ("part V-\n10, 2-\n3", "part V-10, 2-3"),

@@ -81,6 +81,9 @@ LITHUANIAN = (
         ("cp1250", "A társaság közölte az eredményeket: a dolgozók dühösek, de őszintén bíznak."),
         ("cp1250", POLISH),
         ("cp1257", LITHUANIAN),
+        ("cp1252", "Þetta er íslenskur texti: ég held að það sé gott veður í dag."),
+        ("cp1252", "The relief valve opens at 20 °C, so keep it closed before the test begins."),
+        ("cp1252", "Press “open”; 5 µm."),
     ],
 )
 def test_languages_of_one_alphabet_are_told_apart(tmp_path, encoding, text):

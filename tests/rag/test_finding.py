@@ -81,7 +81,7 @@ def test_a_folder_that_goes_meanwhile_is_gone(tmp_path, monkeypatch, error):
         look_at(tmp_path)
 
 
-def test_links_to_folders_are_counted_unless_their_files_are_found(tmp_path):
+def test_links_to_folders_are_counted_and_not_followed(tmp_path):
     root = tmp_path / "docs"
     for folder in ("docs/deep", "docs/.store", "outside"):
         (tmp_path / folder).mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_links_to_folders_are_counted_unless_their_files_are_found(tmp_path):
         (root / name).symlink_to(tmp_path / target)
     found = look_at(root)
     assert found.files == (root / "deep" / "a.md",)
-    assert found.passed_over == (("links to folders", 2),)
+    assert found.passed_over == (("links", 3),)
 
 
 def test_a_moved_folder_may_hold_a_name_that_is_no_text(rag, docs, tmp_path):  # noqa: F811

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -15,11 +16,11 @@ import pytest
 
 from cached_rag.errors import DocumentError
 from cached_rag.rag import document, reading_process
-from cached_rag.rag.document import DocumentLimits, shown, text_limit
+from cached_rag.rag.document import DocumentLimits, limited, shown
 from cached_rag.rag.finding import look_at
 from cached_rag.rag.readers import load_document
 from cached_rag.rag.reading_process import ConfinedReader, trusted_path
-from cached_rag.rag.tables import table_to_text
+from cached_rag.rag.tables import table_parts
 
 SECRET = "KEEP-THIS-TO-YOURSELF"
 FEW = DocumentLimits(max_characters=50_000)
@@ -227,8 +228,10 @@ def test_markup_makes_no_text_longer_than_itself(docs, name, data):
 
 def test_a_table_is_not_written_out_beyond_the_limit():
     rows = [f"a,{'n' * 1000}", *("1,2" for _ in range(1000))]
-    with text_limit(5000), pytest.raises(DocumentError, match="more than 5000 characters"):
-        table_to_text("\n".join(rows))
+    parts = limited(table_parts("\n".join(rows)), 5000)
+    assert len(list(itertools.islice(parts, 5))) == 5
+    with pytest.raises(DocumentError, match="more than 5000 characters"):
+        next(parts)
 
 
 def test_a_reader_that_dies_costs_its_document_alone(docs, monkeypatch):
