@@ -130,7 +130,6 @@ def compute(
         StoreError: reading failed, and no single KV is known to be the cause.
     """
     resources, tokens, planned = prompt.resources, prompt.tokens, prompt.plan
-    assert planned is not None
     problem = None
     with resources.model.lock, torch.inference_mode():
         # 2) Place cached KV at its positions, in one buffer.
@@ -175,7 +174,6 @@ def follow(prompt: Prefilling, beginning: Beginning) -> None:
     Only for prompts without cached KV behind their beginning, so that nothing has to be repaired.
     """
     plan, report, done = prompt.plan, prompt.report, len(beginning)
-    assert plan is not None
     prompt.begin_with(beginning)
     prompt.exact_length = exact_length(prompt, plan)
     prompt.coverage = Coverage.of(plan.starting_from(beginning.pieces(prompt.tokens.ids)))
@@ -308,14 +306,12 @@ def _leave_out(prompt: Prefilling, loader: LayerLoader | None, problem: StoreErr
             library.shelf.store.delete(library.shelf.key(*failed.source))
             prepare(prompt)
             return
-    assert prompt.plan is not None
     prompt.plan, prompt.method = prompt.plan.taking(Takes.NOTHING), Full()
     prompt.repair, prompt.report.method = "", spelled(prompt.method)
 
 
 def unrepaired(prompt: Prefilling) -> tuple[Placement, ...]:
     """Placements whose KV is in memory and was not changed by a repair, so it can be shared."""
-    assert prompt.plan is not None
     return tuple(
         place
         for place in prompt.plan.placements

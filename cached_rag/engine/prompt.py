@@ -141,6 +141,7 @@ class Pieces:
 _TEMPLATE_TAIL = 4
 # Tokens of an answer that have memory from the first. Most answers are not longer.
 PAGE = 256
+UNPLANNED = Plan((), (), 0)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Prefilling:
     Attributes:
         report: complete when its answer is.
         reading: the result of reading the prompt; None before that.
-        plan: which tokens come from which KV; None before `prefill.prepare`.
+        plan: which tokens come from which KV; `UNPLANNED` before `prefill.prepare`.
         tokens: the prompt's.
         method: the one that was asked for, or what replaces it on this model.
         repair: mark of KV that the method repaired; empty if all KV is what full prefill computes.
@@ -182,7 +183,7 @@ class Prefilling:
     asked: AskedPrompt
     report: Report = field(init=False)
     reading: Reading | None = None
-    plan: Plan | None = None
+    plan: Plan = UNPLANNED
     tokens: Tokens = field(init=False)
     method: Selector = field(init=False)
     repair: str = ""
@@ -249,7 +250,6 @@ class Prefilling:
         Args:
             answered: how many tokens of the answer there are, of a prompt that was set back.
         """
-        assert self.plan is not None
         if self.plan.positions is not None or self.is_beyond_switch(answered):
             return NOTHING
         kept, wanted = self.resources.sequences, self.ids[:-1]  # the last token is computed
@@ -282,7 +282,16 @@ class Prefilling:
         return self.following is not None and not self.following.is_over
 
     def follow(self, token_ids: Sequence[int]) -> torch.Tensor | None:
-        """See `decoding.PrefilledRequest`. The caller holds the model's lock."""
+        """If repair goes on with an answer's last token: compute it, and what it needs.
+
+        The caller holds the model's lock.
+
+        Args:
+            token_ids: the answer's so far.
+
+        Returns:
+            (1, vocab_size) logits after it; None if the token is an ordinary one.
+        """
         if self.following is None or self.following.is_over:
             return None
         assert self.buffer is not None
@@ -315,9 +324,9 @@ class Prefilling:
         """
         try:
             if self.buffer is not None:
-                # `Sharing.forget` does not reach a prompt that is in no batch. So its KV is kept
-                # only if the plan says which chunks are in it: they are checked below.
-                is_private = not (self.plan and self.plan.matches)
+                # `Scheduler.forget` does not reach this prompt. So its KV is kept only if the plan
+                # says which chunks are in it: they are checked below.
+                is_private = not self.plan.matches
                 self.leave(RowKV(self.buffer, len(self.tokens)), (), is_private=is_private)
         finally:
             self.give_buffer()
@@ -339,7 +348,6 @@ class Prefilling:
             first_logits: (vocab_size,) of the answer's first token, to be audited.
         """
         plan, learning, sequences = self.plan, self.resources.learning, self.resources.sequences
-        assert plan is not None
         is_private = is_private or self.is_beyond_switch(len(answer))
         if (states := kv.own.states) is not None:
             kv.own.snapshots[states.length] = states
@@ -375,7 +383,6 @@ class Prefilling:
         That is before the chunk in which they part: others that have the same chunks before it part
         from it elsewhere.
         """
-        assert self.plan is not None
         ends = [end for _, end in self.plan.chunks]
         before = [end for end in ends if end <= common]
         return before[-1] if before and len(before) < len(ends) else common

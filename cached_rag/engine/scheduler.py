@@ -22,6 +22,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
 from cached_rag.engine.batch import Batch, Work
+from cached_rag.engine.prompt import UNPLANNED
 from cached_rag.engine.request import Request, Status
 from cached_rag.engine.sharing import Beginning
 from cached_rag.engine.waiting import Waiting
@@ -44,7 +45,8 @@ class Scheduler:
         self._turning = threading.Lock()
         self._cancelled: deque[Request] = deque()
         self._forgotten: deque[tuple[Sequences, str, str, Sequence[int]]] = deque()
-        self._driver = Driver(self.turn, self._fail_all)
+        self._driving = threading.Lock()
+        self._driven: set[Request] = set()  # those whose answers the model's thread makes
 
     @property
     def num_running(self) -> int:
@@ -101,7 +103,10 @@ class Scheduler:
 
     def drive(self, request: Request) -> None:
         """Have the model's thread make this request's answer from now on."""
-        self._driver.add(request)
+        with self._driving:
+            if not self._driven:
+                model_thread.submit(self._drive)
+            self._driven.add(request)
 
     def cancel(self, request: Request) -> None:
         """End a request before its next token.
@@ -162,7 +167,7 @@ class Scheduler:
                 if not request.is_wanted:
                     self._finish(request, Status.CANCELLED)
                     continue
-                if request.prompt.plan is None:  # once, however often there is no room yet
+                if request.prompt.plan is UNPLANNED:  # once, however often there is no room yet
                     prefill.prepare(request.prompt)
                     request.see_to_audit()
                 beginning = self._batch.beginning(request)
@@ -269,7 +274,6 @@ class Scheduler:
 
     def _followed(self, request: Request, token_ids: Sequence[int]) -> torch.Tensor:
         """(1, vocab_size) logits after the last of an answer's tokens, which is followed."""
-        assert request.sequence is not None
         try:
             with self._model.lock:
                 logits = request.prompt.follow(token_ids)
@@ -277,7 +281,7 @@ class Scheduler:
             request.prompt.repair = ""  # some layers may be missing of it, so it is not kept
             raise
         assert logits is not None
-        request.sequence.kv.length += 1
+        request.kv.length += 1
         return logits
 
     def _go_on(self, request: Request, answer: list[int]) -> None:
@@ -313,6 +317,18 @@ class Scheduler:
 
     # Failing and sweeping --------------------------------------------------------------------
 
+    def _drive(self) -> None:
+        """Make one turn, and queue the next; in between the model's thread is free for others."""
+        try:
+            self.turn()
+        except BaseException as error:  # else whoever waits for an answer would wait forever
+            _log.exception("a turn failed; all requests fail with it")
+            self._fail_all(error)
+        with self._driving:
+            self._driven = {request for request in self._driven if not request.status.is_over}
+            if self._driven:
+                model_thread.submit(self._drive)
+
     def _fail_all(self, error: BaseException) -> None:
         with self._turning:
             # A request that comes meanwhile is not to blame, so the list is made first.
@@ -324,8 +340,7 @@ class Scheduler:
         """Do what `forget` and `cancel` have asked for."""
         while self._forgotten:
             kept, namespace, text_digest, token_ids = self._forgotten.popleft()
-            self._batch.forget(namespace, text_digest, token_ids)
-            for request in self._waiting:  # those that were set back
+            for request in (*self._batch, *self._waiting):  # of these, those that were set back
                 request.forget(namespace, text_digest, token_ids)
             try:
                 kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
@@ -341,45 +356,3 @@ class Scheduler:
                 self._sweep()
             finally:
                 self._turning.release()
-
-
-_log = logging.getLogger(__name__)
-
-
-class Driver:
-    """Makes turns on the model's thread while it has requests that are not over."""
-
-    def __init__(
-        self, turn: Callable[[], object], fail_all: Callable[[BaseException], object]
-    ) -> None:
-        """Drive nothing yet.
-
-        Args:
-            turn: makes one turn.
-            fail_all: ends all requests, if a turn failed as a whole.
-        """
-        self._turn, self._fail_all = turn, fail_all
-        self._lock = threading.Lock()
-        self._driven: set[Request] = set()
-        self._is_driving = False
-
-    def add(self, request: Request) -> None:
-        """Make this request's answer from now on."""
-        with self._lock:
-            self._driven.add(request)
-            if not self._is_driving:
-                self._is_driving = True
-                model_thread.submit(self._drive)
-
-    def _drive(self) -> None:
-        """Make one turn, and queue the next; in between the thread is free for other work."""
-        try:
-            self._turn()
-        except BaseException as error:  # else whoever waits for an answer would wait forever
-            _log.exception("a turn failed; all requests fail with it")
-            self._fail_all(error)
-        with self._lock:
-            self._driven = {request for request in self._driven if not request.status.is_over}
-            self._is_driving = bool(self._driven)
-            if self._is_driving:
-                model_thread.submit(self._drive)

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
 from cached_rag.kv.layers import KVShapes, stacks_of
 from cached_rag.kv.rows import RowKV, Run, SlabRow, Slabs
 from cached_rag.library.plan import Placement
-from cached_rag.library.sequences import MIN_SHARED, Ids, common, where
+from cached_rag.library.sequences import MIN_SHARED, Ids, common
 
 _Name = tuple[int, int, int]
 
@@ -65,7 +63,6 @@ class RunningSequence:
         ids: (seq_len,) int64, the prompt's tokens.
         exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
             computes.
-        parts: digests of the texts that it has, or parts of.
         kv: the KV of the prompt and of its answer. While the prompt is prefilled, `kv.length` is
             the number of tokens, from the first, whose KV is final.
         chunks: (first slot, slot after the last) of each chunk that is not repaired, by the name
@@ -80,7 +77,6 @@ class RunningSequence:
     namespace: str
     ids: Ids
     exact_length: int
-    parts: frozenset[str] = frozenset()
     kv: RowKV = field(init=False)
     chunks: dict[_Name, tuple[int, int]] = field(default_factory=dict)
     held: tuple[ModuleKV, ...] = ()
@@ -235,18 +231,6 @@ class Sharing:
                 self._slabs.give(one)
         self._slabs.drop_idle()
         return id(buffer) not in used
-
-    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
-        """Share no more KV of those running prompts of a tenant that contain a text.
-
-        Args:
-            text_digest, token_ids: see `Sequences.forget`.
-        """
-        wanted = np.asarray(token_ids, dtype=np.int64)
-        for sequence in self._sequences:
-            has = text_digest in sequence.parts or where(sequence.ids, wanted)
-            if sequence.namespace == namespace and has:
-                sequence.is_private = True
 
     def _common_runs(self, runs: Sequence[Run]) -> list[Run]:
         """The runs that running prompts use, if they are long enough to be shared.

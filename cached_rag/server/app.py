@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from cached_rag import __version__
 from cached_rag.server import ServerConfig
 from cached_rag.server.endings import Endings, NoSuchModelError, described, event, handle_errors
+from cached_rag.server.forms import Json
 from cached_rag.server.gate import LOCAL_HOSTS, Gate, Keys
 from cached_rag.server.index import ServedIndex
 from cached_rag.server.protocol import (
@@ -101,18 +102,23 @@ async def _asking(request: Request) -> str:
 
 
 Tenant = Annotated[str, Depends(_asking)]
+# Makes events of an answer's chunks.
+Told = Callable[[AsyncIterator[Json]], AsyncIterator[str]]
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
     async def answer(
-        request: Request, asked_for: ChatRequest | CompletionRequest, tenant: str
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        tenant: str,
+        told: Told = _chunks,
+        whole: Callable[[Json], Json] = lambda found: found,
     ) -> Response:
-        is_chat = isinstance(asked_for, ChatRequest)
-        _check_model(service, asked_for.model, tenant, may_be_index=is_chat)
-        asked = await asyncio.to_thread(service.ask, asked_for, tenant)
-        if asked_for.stream:
-            return await _streamed(request, service, asked, _chunks)
-        return JSONResponse(await _while_waited_for(request, service.answer(asked)))
+        _check_model(service, body.model, tenant, may_be_index=isinstance(body, ChatRequest))
+        asked = await asyncio.to_thread(service.ask, body, tenant)
+        if body.stream:
+            return await _streamed(request, service, asked, told)
+        return JSONResponse(whole(await _while_waited_for(request, service.answer(asked))))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest, tenant: Tenant) -> Response:
@@ -131,11 +137,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
             chat, reply = body.chat(), Reply(body)
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from error
-        _check_model(service, chat.model, tenant)
-        asked = await asyncio.to_thread(service.ask, chat, tenant)
-        if chat.stream:
-            return await _streamed(request, service, asked, reply.events)
-        return JSONResponse(reply.whole(await _while_waited_for(request, service.answer(asked))))
+        return await answer(request, chat, tenant, reply.events, reply.whole)
 
 
 def _names(service: Service, tenant: str) -> list[str]:
@@ -162,49 +164,32 @@ def _check_model(
         raise NoSuchModelError(f"no model {name!r} here; it is {known}")
 
 
-async def _chunks(chunks: AsyncIterator[Any]) -> AsyncIterator[str]:
+async def _chunks(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
     async for chunk in chunks:
         yield event(json.dumps(chunk))
     yield event("[DONE]")
 
 
-async def _streamed(
-    request: Request,
-    service: Service,
-    asked: Asked,
-    told: Callable[[AsyncIterator[Any]], AsyncIterator[str]],
-) -> Response:
-    """Server-sent events. Begins with the first one, so that an error before it has its status.
-
-    Args:
-        told: makes events of an answer's chunks.
-    """
-    chunks = service.chunks(asked)
-
-    async def begin() -> dict[str, Any]:
-        return await anext(chunks)
-
+async def _streamed(request: Request, service: Service, asked: Asked, told: Told) -> Response:
+    """Server-sent events. Begins with the first one, so that an error before it has its status."""
+    events = told(service.chunks(asked))
     try:
-        first = await _while_waited_for(request, begin())
+        first = await _while_waited_for(request, anext(events))
     except BaseException:
         service.finish(asked)
         raise
 
-    async def every() -> AsyncIterator[Any]:
-        yield first
-        async for chunk in chunks:
-            yield chunk
-
-    async def events() -> AsyncIterator[str]:
+    async def every() -> AsyncIterator[str]:
         try:
-            async for line in told(every()):
+            yield first
+            async for line in events:
                 yield line
         except Exception as error:
             yield event(json.dumps(described(error)[1]))
         finally:
             service.finish(asked)
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers=_UNBUFFERED)
+    return StreamingResponse(every(), media_type="text/event-stream", headers=_UNBUFFERED)
 
 
 async def _while_waited_for(request: Request, answer: Awaitable[Any]) -> Any:
@@ -232,16 +217,12 @@ def _add_documents(app: FastAPI, documents: Documents) -> None:
         return await documents.forget(body, tenant)  # to its end, whether the client waits or not
 
 
-async def _owning(tenant: Tenant) -> None:
-    """To a tenant, nothing is the index's; it is not told whether there is one."""
-    if tenant:
-        raise HTTPException(403, "embeddings are for keys of no tenant; ask with one of these")
-
-
 def _add_embeddings(app: FastAPI, index: ServedIndex | None) -> None:
-    @app.post("/v1/embeddings", dependencies=[Depends(_owning)])
-    async def embed(request: Request, body: EmbeddingsRequest) -> Response:
+    @app.post("/v1/embeddings")
+    async def embed(request: Request, body: EmbeddingsRequest, tenant: Tenant) -> Response:
         """OpenAI's embeddings, by the index's embedding model."""
+        if tenant:  # nothing is the index's to it, nor is it told whether there is one
+            raise HTTPException(403, "embeddings are for keys of no tenant; ask with one of these")
         if index is None:
             raise HTTPException(404, "no embeddings here; start the server with serve --index")
         if body.model not in (index.embedding, index.name):
