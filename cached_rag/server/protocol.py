@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
 
-from cached_rag.server.forms import CalledTool, Choice, Offered, ResponseFormat, Strict, chosen
+from cached_rag.server.forms import CalledTool, Choice, NamedChoice, Offered, ResponseFormat, Strict
 
 _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.
@@ -245,11 +245,6 @@ class ChatRequest(_Settings):
             raise ValueError("top_logprobs is shown with logprobs only; send logprobs=true, too")
         return self
 
-    @model_validator(mode="after")
-    def _allows_what_there_is(self) -> ChatRequest:
-        chosen(self.tools or [], self.tool_choice or "auto")
-        return self
-
     @property
     def wanted_tokens(self) -> int | None:
         """As above; OpenAI has two names for it."""
@@ -271,10 +266,10 @@ class ChatRequest(_Settings):
 
     def form(self) -> dict[str, Any]:
         """The form of the answer, as the settings of an engine's `Tools`."""
-        tools, choice = chosen(self.tools or [], self.tool_choice or "auto")
+        choice = self.tool_choice or "auto"
         return {
-            "tools": [tool.plain() for tool in tools],
-            "choice": choice,
+            "tools": [tool.plain() for tool in self.tools or ()],
+            "choice": choice.function.name if isinstance(choice, NamedChoice) else choice,
             "parallel": self.parallel_tool_calls,
             "schema": self.response_format.schema_wanted() if self.response_format else None,
             "template_kwargs": self._for_template(),
