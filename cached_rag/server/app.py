@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -12,13 +11,12 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import __version__
 from cached_rag.server import ServerConfig
-from cached_rag.server.endings import Endings, NoSuchModelError, described, event, handle_errors
+from cached_rag.server.endings import Endings, NoSuchModelError, described, event, failed
 from cached_rag.server.forms import Json
 from cached_rag.server.gate import LOCAL_HOSTS, Gate, Keys
 from cached_rag.server.index import ServedIndex
@@ -34,9 +32,6 @@ from cached_rag.server.tenants import Documents
 
 # How often to look whether a client that waits for a whole response is still there.
 _LOOK_SECONDS = 0.25
-# A browser asks so before a public page reaches into a private network, which others refuse to
-# answer; starlette before 0.51 does not know the question.
-_PRIVATE = "allow_private_network"
 _UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -79,16 +74,15 @@ def create_app(
     )
     app.add_middleware(Endings, metrics=service.metrics)  # outside of the gate
     if config.cors_origin:  # outermost: a browser asks without a key whether it may ask
-        knows_private = _PRIVATE in inspect.signature(CORSMiddleware).parameters
-        private: dict[str, Any] = {_PRIVATE: True} if knows_private else {}
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
             allow_methods=["*"],
             allow_headers=["*"],
-            **private,
+            allow_private_network=True,  # a browser asks so before a public page reaches into it
         )
-    handle_errors(app)
+    for kind in (HTTPException, RequestValidationError):  # all others come to `Endings`
+        app.add_exception_handler(kind, failed)
     _add_answers(app, service)
     _add_documents(app, Documents(service.tenants))
     _add_embeddings(app, service.index)
@@ -133,11 +127,8 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def respond(request: Request, body: ResponsesRequest, tenant: Tenant) -> Response:
         """OpenAI's responses; none is kept."""
-        try:
-            chat, reply = body.chat(), Reply(body)
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
-        return await answer(request, chat, tenant, reply.events, reply.whole)
+        reply = Reply(body)
+        return await answer(request, body.chat(), tenant, reply.events, reply.whole)
 
 
 def _names(service: Service, tenant: str) -> list[str]:
@@ -217,12 +208,16 @@ def _add_documents(app: FastAPI, documents: Documents) -> None:
         return await documents.forget(body, tenant)  # to its end, whether the client waits or not
 
 
+async def _owning(tenant: Tenant) -> None:
+    """To a tenant, nothing is the index's; it is not told whether there is one."""
+    if tenant:
+        raise HTTPException(403, "embeddings are for keys of no tenant; ask with one of these")
+
+
 def _add_embeddings(app: FastAPI, index: ServedIndex | None) -> None:
-    @app.post("/v1/embeddings")
-    async def embed(request: Request, body: EmbeddingsRequest, tenant: Tenant) -> Response:
+    @app.post("/v1/embeddings", dependencies=[Depends(_owning)])
+    async def embed(request: Request, body: EmbeddingsRequest) -> Response:
         """OpenAI's embeddings, by the index's embedding model."""
-        if tenant:  # nothing is the index's to it, nor is it told whether there is one
-            raise HTTPException(403, "embeddings are for keys of no tenant; ask with one of these")
         if index is None:
             raise HTTPException(404, "no embeddings here; start the server with serve --index")
         if body.model not in (index.embedding, index.name):

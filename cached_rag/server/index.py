@@ -10,6 +10,7 @@ import base64
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,17 +177,7 @@ def _spelled(vector: NDArray[np.float32]) -> str:
 
 def sources(hits: Sequence[Hit]) -> list[Json]:
     """The chunks that an answer was given, best first."""
-    return [
-        {
-            "source": hit.source,
-            "title": hit.title,
-            "ordinal": hit.ordinal,
-            "score": round(float(hit.score), 4),
-            "metadata": dict(hit.metadata),
-            "text": hit.text,
-        }
-        for hit in hits
-    ]
+    return [asdict(hit) | {"score": round(float(hit.score), 4)} for hit in hits]
 
 
 def public_name(name: str) -> str:

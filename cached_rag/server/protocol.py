@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from cached_rag.server.forms import CalledTool, Choice, NamedChoice, Offered, ResponseFormat, Strict
 
@@ -47,11 +54,6 @@ _PASSED_ON = (
 _PENALTY = AliasChoices("repetition_penalty", "repeat_penalty")
 # Roles that OpenAI had otherwise, before or after.
 _ROLES = {"developer": "system", "function": "tool"}
-# Fields that our answers, sent back as messages of a conversation, may have empty.
-_ANSWERED = ("refusal", "tool_calls", "function_call", "audio", "annotations")
-# A field of an assistant's messages that no prompt has: its content once more, which OpenAI's
-# `parse()` adds.
-_LEFT_OUT = ("parsed",)
 # What it thought before it answered.
 _THOUGHT = AliasChoices("reasoning_content", "reasoning")
 
@@ -92,23 +94,17 @@ class ChatMessage(Strict):
     tool_call_id: Name | None = None
     thought: Text | None = Field(None, validation_alias=_THOUGHT)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_empty(cls, data: Any) -> Any:
-        """Leaves out the empty fields of our own messages, which clients send back to us."""
-        if not isinstance(data, dict):
-            return data
-        kept = {k: v for k, v in data.items() if k not in _ANSWERED or v not in (None, [])}
-        if kept.get("role") == "assistant":
-            kept = {name: value for name, value in kept.items() if name not in _LEFT_OUT}
-            if kept.get("content") is None:
-                kept["content"] = ""
-        return kept
+    # What our answers have besides, which clients send back to us; and their content once more,
+    # which OpenAI's `parse()` adds.
+    _neutral = dict.fromkeys(("refusal", "function_call", "audio", "annotations"), (None, []))
+    _ignored = ("parsed",)
 
     @field_validator("content", mode="before")
     @classmethod
-    def _is_text(cls, content: Any) -> Any:
+    def _is_text(cls, content: Any, given: ValidationInfo) -> Any:
         """Refuses pictures, sound and files, in one sentence."""
+        if content is None and given.data.get("role") == "assistant":  # it has called tools
+            return ""
         parts = content if isinstance(content, list) else []
         kinds = [part.get("type") for part in parts if isinstance(part, dict)]
         if other := next((str(kind) for kind in kinds if kind != "text"), None):
@@ -123,7 +119,7 @@ class ChatMessage(Strict):
     def _is_whole(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} cannot have tool_calls")
-        if "content" not in self.model_fields_set:
+        if "content" not in self.model_fields_set and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} needs a content")
         if self.thought and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} cannot have a reasoning")
