@@ -59,15 +59,12 @@ class Planned(Protocol):
 
     def planner(self, engine: Engine) -> Planner:
         """What finds the prompt's tokens and makes its plan, when the engine asks for them."""
-        ...
 
     def count_tokens(self, engine: Engine) -> int:
         """The number of its tokens."""
-        ...
 
     def plain(self) -> str | Sequence[Message]:
         """The same prompt as ordinary text, or as chat messages."""
-        ...
 
 
 Prompt = str | Sequence[Message] | Rendered | Planned
@@ -234,16 +231,15 @@ class Engine:
                 del _SHARED[name]
         seconds = self.settings.finish_seconds if finish_seconds is None else finish_seconds
         deadline = time.monotonic() + seconds
-        archive = self._resources.archive
+        archive = self._resources.archive if self._owns_scheduler else None
         try:
             self._resources.learning.close(seconds)
-            if archive is not None and self._owns_scheduler:
+            if archive is not None:
                 self.sequences.close()
         finally:
-            if archive is not None and self._owns_scheduler:
-                archive.close(max(0.0, deadline - time.monotonic()))
-            if self._remote is not None and self._owns_scheduler:
-                self._remote.close(max(0.0, deadline - time.monotonic()))
+            for one in (archive, self._remote if self._owns_scheduler else None):
+                if one is not None:
+                    one.close(max(0.0, deadline - time.monotonic()))
             self.library.close()
 
     def __enter__(self) -> Engine:

@@ -36,7 +36,6 @@ class Reading(Protocol):
             report: is given the number of missed chunks, and the time of loading.
             lazy: KV on disk is only opened, and read when it is used.
         """
-        ...
 
 
 class Planner(Protocol):
@@ -45,7 +44,6 @@ class Planner(Protocol):
     @property
     def text(self) -> str:
         """The prompt as text. Its length says how much there is to read."""
-        ...
 
     def read(self, takes: Takes) -> Reading:
         """Tokenise the prompt and find chunks in it. On any thread: it needs no model.
@@ -55,7 +53,6 @@ class Planner(Protocol):
                 control tokens in them is text, and their deletion concerns the prompt; no KV is
                 looked for.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -76,24 +76,22 @@ class Resources:
             shared: another tenant's, of the same model; None for the first.
         """
         activity = shared.activity if shared else Activity()
-        kept = settings.sequence_bytes or 0
-        if shared is None:
-            archive = _archive(model, settings, activity)
-            sequences = Sequences(kept, keeps_repaired=settings.keeps_repaired, disk=archive)
-            settling = Settling(model, sequences, is_on=settings.settle)
-        else:
-            archive, sequences, settling = shared.archive, shared.sequences, shared.settling
+        learning = Learning(encoder, settings, activity)
+        if shared is not None:
+            return replace(shared, tokenization=tokenization, library=library, learning=learning)
+        kept, archive = settings.sequence_bytes or 0, _archive(model, settings, activity)
+        sequences = Sequences(kept, keeps_repaired=settings.keeps_repaired, disk=archive)
         return cls(
             model,
             tokenization,
             library,
-            Learning(encoder, settings, activity),
+            learning,
             archive,
             sequences,
-            shared.workspace if shared else Workspace(model.shapes),
+            Workspace(model.shapes),
             activity,
-            shared.audits if shared else Audits(settings.audit_rate, settings.audit_limit),
-            settling,
+            Audits(settings.audit_rate, settings.audit_limit),
+            Settling(model, sequences, is_on=settings.settle),
         )
 
 

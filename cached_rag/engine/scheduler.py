@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -90,16 +90,11 @@ class Scheduler:
         Args:
             is_driven: the model's thread makes the answer; else whoever waits for it calls `turn`.
         """
-        try:
+        with self._failing(request):
             if request.is_wanted:
                 prefill.read(request.prompt)
-        except BaseException as error:
-            self._finish(request, Status.FAILED, error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        if is_driven:
-            self.drive(request)
+            if is_driven:
+                self.drive(request)
 
     def drive(self, request: Request) -> None:
         """Have the model's thread make this request's answer from now on."""
@@ -163,7 +158,7 @@ class Scheduler:
             request = self._waiting.first()
             if request is None:
                 break
-            try:
+            with self._failing(request):
                 if not request.is_wanted:
                     self._finish(request, Status.CANCELLED)
                     continue
@@ -175,11 +170,17 @@ class Scheduler:
                     break
                 self._waiting.admit(request)
                 computed += self._start(request, beginning)
-            except BaseException as error:
-                self._finish(request, Status.FAILED, error)
-                if not isinstance(error, Exception):
-                    raise
         return computed
+
+    @contextlib.contextmanager
+    def _failing(self, request: Request) -> Iterator[None]:
+        """An error in here ends the request; an interrupt goes on besides."""
+        try:
+            yield
+        except BaseException as error:
+            self._finish(request, Status.FAILED, error)
+            if not isinstance(error, Exception):
+                raise
 
     def _start(self, request: Request, beginning: Beginning) -> int:
         """Begin a request's answer; returns how many prompt tokens that computed."""
@@ -246,30 +247,22 @@ class Scheduler:
         Args:
             logits: (1 + len(request.draft), vocab_size).
         """
-        try:
+        report, clock = request.report, request.prompt.asked.clock
+        with self._failing(request):
             self._batch.share(request)
             piece = request.take(logits)
-        except BaseException as error:
-            self._finish(request, Status.FAILED, error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        if request.status is not Status.ANSWERING:
             request.status = Status.ANSWERING
-            request.report.ttft_ms = request.report.ttft_ms or request.prompt.asked.clock.total()
-        if piece:
-            request.deliver(piece)
-        if request.decoding.finish_reason:
-            self._finish(request, Status.FINISHED)
+            report.ttft_ms = report.ttft_ms or clock.total()
+            if piece:
+                request.deliver(piece)
+            if request.decoding.finish_reason:
+                self._finish(request, Status.FINISHED)
 
     def _follow(self, request: Request) -> None:
         """Compute an answer's last token, and what it needs of the prompt; take the next one."""
-        try:
+        with self._failing(request):
             logits = self._followed(request, request.decoding.token_ids)
             request.pending = []
-        except Exception as error:
-            self._finish(request, Status.FAILED, error)
-        else:
             self._take(request, logits)
 
     def _followed(self, request: Request, token_ids: Sequence[int]) -> torch.Tensor:
