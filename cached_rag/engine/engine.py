@@ -30,7 +30,7 @@ from cached_rag.engine.planner import Planner, TextPlanner
 from cached_rag.engine.prompt import AskedPrompt, Prefilling
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
-from cached_rag.engine.resources import Resources, completed, load_backend, refuses, sizes_of
+from cached_rag.engine.resources import Resources, completed, load_backend, refuses
 from cached_rag.engine.scheduler import Scheduler
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
@@ -39,6 +39,7 @@ from cached_rag.kv.catalog import ChunkRecord, Maker, inner_ids
 from cached_rag.kv.eviction import until_when
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.remote import RemoteTier, open_remote
+from cached_rag.kv.wire import Sizes
 from cached_rag.library.encode import Context, EncodeSummary, primer
 from cached_rag.library.encoder import Encoder, several
 from cached_rag.library.learning import WriteBack
@@ -110,9 +111,8 @@ class Engine:
         self._is_closed = False
         self.settings = settings = completed(store or StoreConfig(), model)
         maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
-        self._remote: RemoteTier | None = (
-            beside._remote if beside else open_remote(settings, sizes_of(model))
-        )
+        sizes = Sizes(model.shapes, model.context_length, model.vocab_size)
+        self._remote: RemoteTier | None = beside._remote if beside else open_remote(settings, sizes)
         self.library: Library = Library(
             settings,
             maker,

@@ -26,7 +26,6 @@ from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.holdings import FOLDER
 from cached_rag.kv.kept import KeptPrompts
 from cached_rag.kv.remote import Link, RemoteTier
-from cached_rag.kv.wire import Sizes
 from cached_rag.library.archive import PromptArchive
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.learning import Activity, Learning, WriteBack
@@ -164,11 +163,6 @@ def refusal(profile: Profile, link: Link, tokens: int) -> str:
         f"KV of {tokens} tokens would take {loading * 1000:.0f} ms from the remote store, and "
         f"{computing * 1000:.0f} ms to compute, so it is computed"
     )
-
-
-def sizes_of(model: Backend) -> Sizes:
-    """What KV and heads of a model look like, for checking those that come from elsewhere."""
-    return Sizes(model.shapes, model.context_length, model.vocab_size)
 
 
 def load_backend(

@@ -66,11 +66,6 @@ class Function(Strict):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        found = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {name: value for name, value in found.items() if value is not None}
-
 
 class Tool(Strict):
     """A tool; only functions are known."""
@@ -92,7 +87,7 @@ class Tool(Strict):
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
-        return {"type": "function", "function": self.function.plain()}
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
 class _Named(Strict):

@@ -202,14 +202,12 @@ class _Settings(Basics):
 
     def options(self) -> dict[str, Any]:
         """The settings as those of a `GenerationConfig`; the default temperature is OpenAI's, 1."""
-        given = {name: getattr(self, name) for name in _PASSED_ON}
-        given |= {
+        return self.model_dump(include={*_PASSED_ON}, exclude_none=True) | {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "stop": tuple([self.stop] if isinstance(self.stop, str) else self.stop or ()),
             "logprobs": self.wanted_logprobs,
             "max_tokens": self.wanted_tokens or _DEFAULT_TOKENS,
         }
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class ChatRequest(_Settings):

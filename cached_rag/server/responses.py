@@ -67,8 +67,7 @@ class ResponsesRequest(Basics):
             ConfigError: an input of a kind that this server cannot read.
             ValidationError: what is in it has not the form that it should have.
         """
-        given = {name: getattr(self, name) for name in _SAME}
-        asked: Json = {name: value for name, value in given.items() if value is not None}
+        asked: Json = self.model_dump(include={*_SAME}, exclude_none=True)
         asked["messages"] = list(_messages(self.instructions, self.input))
         if self.max_output_tokens is not None:
             asked["max_completion_tokens"] = self.max_output_tokens

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.decoding import Generation
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.stream import Stream
 from cached_rag.engine.tools import Tools
@@ -166,7 +165,9 @@ class Service:
     async def answer(self, asked: Asked) -> Json:
         """The whole response. Errors as `Engine.generate`."""
         try:
-            answers = await asyncio.gather(*(_whole(stream) for stream in asked.streams))
+            texts = await asyncio.gather(*(stream.atext() for stream in asked.streams))
+            pairs = zip(asked.streams, texts, strict=True)
+            answers = [stream.generation(text) for stream, text in pairs]
             return asked.envelope.response(answers, asked.tools)
         finally:
             self.finish(asked)
@@ -260,7 +261,3 @@ def _nth(config: GenerationConfig, n: int) -> GenerationConfig:
     if config.seed is None or not n:
         return config
     return config.replace(seed=(config.seed + n) % (1 << 63))
-
-
-async def _whole(stream: Stream) -> Generation:
-    return stream.generation(await stream.atext())
