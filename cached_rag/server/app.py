@@ -11,10 +11,12 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import __version__
+from cached_rag.errors import CachedRAGError
 from cached_rag.server import ServerConfig
 from cached_rag.server.endings import Endings, NoSuchModelError, described, event, failed
 from cached_rag.server.forms import Json
@@ -81,7 +83,7 @@ def create_app(
             allow_headers=["*"],
             allow_private_network=True,  # a browser asks so before a public page reaches into it
         )
-    for kind in (HTTPException, RequestValidationError):  # all others come to `Endings`
+    for kind in (HTTPException, RequestValidationError, ValidationError, CachedRAGError):
         app.add_exception_handler(kind, failed)
     _add_answers(app, service)
     _add_documents(app, Documents(service.tenants))

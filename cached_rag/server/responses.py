@@ -33,6 +33,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _UNREAD = ("annotations", "logprobs")
 _KEEPS_NONE = "this server keeps no responses (send whole conversations as input) and cannot do"
 _REFUSALS = dict.fromkeys(("background", "previous_response_id", "conversation"), _KEEPS_NONE)
+# Settings that the response has as they were asked for.
+_TOLD = ("instructions", "max_output_tokens", "temperature", "top_p")
 # Settings that chat completions have under the same name.
 _SAME = (*Basics.model_fields, "parallel_tool_calls", "k", "min_score", "where")
 
@@ -246,10 +248,7 @@ class Reply:
             "error": None,
             "model": chat["model"],
             "output": self._output,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
+            **asked.model_dump(include={*_TOLD}),
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "tools": asked.tools or [],
             "tool_choice": asked.tool_choice or "auto",
