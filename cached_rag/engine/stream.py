@@ -29,28 +29,19 @@ _ONE_WAY = (
 _LONG = 100_000
 
 
-class Readers:
-    """Threads that read the prompts of event loops, so that no loop is blocked.
-
-    Long prompts have a thread of their own, so short ones never wait for them.
-    """
-
-    def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(2, "read")
-        self._long = ThreadPoolExecutor(1, "read-long")
-
-    def submit(self, read: partial[None], size: int) -> None:
-        """Call `read` on a thread; `size` is the prompt's length in characters."""
-        (self._long if size > _LONG else self._short).submit(read)
-
-    def forget(self) -> None:
-        """Start new threads in a forked child, which does not have those of its parent."""
-        self.__dict__.update(Readers().__dict__)
+# Threads that read the prompts of event loops, so that no loop is blocked: of short prompts, and
+# of long ones, for which short ones so never wait.
+_READERS: list[ThreadPoolExecutor] = []
 
 
-_READERS = Readers()
+def _start_readers() -> None:
+    """Also in a forked child, which does not have the threads of its parent."""
+    _READERS[:] = ThreadPoolExecutor(2, "read"), ThreadPoolExecutor(1, "read-long")
+
+
+_start_readers()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_READERS.forget)
+    os.register_at_fork(after_in_child=_start_readers)
 
 
 class Stream(Iterator[str]):
@@ -122,7 +113,9 @@ class Stream(Iterator[str]):
             raise
         read = partial(self._scheduler.read, self._request, is_driven=is_driven)
         if self._is_async:  # a loop has other things to do meanwhile
-            _READERS.submit(read, len(self._request.prompt.asked.planner.text))
+            short, long = _READERS
+            text = self._request.prompt.asked.planner.text
+            (long if len(text) > _LONG else short).submit(read)
         else:
             read()
 

@@ -181,6 +181,7 @@ class _Settings(Basics):
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     seed: int | None = None
     top_k: int | None = None
@@ -192,20 +193,14 @@ class _Settings(Basics):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Most tokens of the answer; None if the client does not say."""
-        return self.max_tokens
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """How many alternatives to show for each token; None for no log probabilities."""
-        return None
+        """Most tokens of the answer, for which OpenAI has two names; None if neither is given."""
+        return self.max_completion_tokens or self.max_tokens
 
     def options(self) -> dict[str, Any]:
         """The settings as those of a `GenerationConfig`; the default temperature is OpenAI's, 1."""
         return self.model_dump(include={*_PASSED_ON}, exclude_none=True) | {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "stop": tuple([self.stop] if isinstance(self.stop, str) else self.stop or ()),
-            "logprobs": self.wanted_logprobs,
             "max_tokens": self.wanted_tokens or _DEFAULT_TOKENS,
         }
 
@@ -219,7 +214,6 @@ class ChatRequest(_Settings):
     """
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST)
-    max_completion_tokens: int | None = Field(None, ge=1)
     tools: Offered | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -239,15 +233,10 @@ class ChatRequest(_Settings):
             raise ValueError("top_logprobs is shown with logprobs only; send logprobs=true, too")
         return self
 
-    @property
-    def wanted_tokens(self) -> int | None:
-        """As above; OpenAI has two names for it."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def wanted_logprobs(self) -> int | None:
+    def options(self) -> dict[str, Any]:
         """As above."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+        shown = (self.top_logprobs or 0) if self.logprobs else None
+        return super().options() | {"logprobs": shown}
 
     def prompts(self) -> list[list[dict[str, Any]]]:
         """The conversation, as a list of one."""
@@ -289,10 +278,9 @@ class CompletionRequest(_Settings):
     _ignored = (*_WITHOUT_EFFECT, "reasoning_effort")
     _neutral = _NEUTRAL | {"chat_template_kwargs": (None, {}), "think": (None, False)}
 
-    @property
-    def wanted_logprobs(self) -> int | None:
+    def options(self) -> dict[str, Any]:
         """As above."""
-        return self.logprobs
+        return super().options() | {"logprobs": self.logprobs}
 
     def form(self) -> dict[str, Any]:
         """Any text."""
