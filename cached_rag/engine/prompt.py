@@ -305,9 +305,9 @@ class Prefilling:
         done = self.left.done if self.left else None
         return len(self.ids) if done is None else done
 
-    def give_buffer(self) -> None:
-        """Let the next prompt use this one's memory."""
-        if self.buffer is not None:
+    def give_buffer(self, *, is_free: bool = True) -> None:
+        """Let the next prompt use this one's memory, if no other request reads it."""
+        if self.buffer is not None and is_free:
             self.resources.workspace.give(self.buffer)
         self.buffer = None
 

@@ -215,14 +215,9 @@ class Request:
             is_free: no other request reads the buffer.
         """
         self.status, self.pending, self.draft = Status.WAITING, [], []
-        self._let_go_of_buffer(is_free=is_free)
+        self.prompt.give_buffer(is_free=is_free)
         self.sequence = self.prompt.left = self.prompt.following = None
         self.prompt.beginning, self.is_adopted = NOTHING, False
-
-    def _let_go_of_buffer(self, *, is_free: bool) -> None:
-        if is_free:
-            self.prompt.give_buffer()
-        self.prompt.buffer = None
 
     def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
         """If the prompt contains a text, or a part of it, let no other prompt use its KV."""
@@ -252,7 +247,7 @@ class Request:
                     first_logits=logits,
                 )
         finally:
-            self._let_go_of_buffer(is_free=is_free)
+            self.prompt.give_buffer(is_free=is_free)
             self.sequence = None
             self.prompt.resources.activity.end(self.prompt)
 

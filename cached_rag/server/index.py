@@ -153,7 +153,7 @@ class ServedIndex:
                     f"{self.embedding} makes vectors of {found.shape[1]} dimensions, and no others "
                     f"(dimensions={request.dimensions}); leave dimensions out"
                 )
-            vectors += [_spelled(vector) if as_text else vector.tolist() for vector in found]
+            vectors += map(_spelled, found) if as_text else found.tolist()
         data = [
             {"object": "embedding", "index": index, "embedding": vector}
             for index, vector in enumerate(vectors)
