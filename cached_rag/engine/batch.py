@@ -15,6 +15,7 @@ from cached_rag.engine.prompt import PAGE
 from cached_rag.engine.request import Request, Status
 from cached_rag.engine.sharing import Beginning, Sharing
 from cached_rag.errors import ContextOverflowError
+from cached_rag.kv.buffer import KVBuffer
 
 # Requests, each with the number of its pending tokens that a pass computes.
 Work: TypeAlias = list[tuple[Request, int]]
@@ -39,7 +40,8 @@ class Batch:
         self._can_append, self._can_share = model.can_append, model.can_share
         self._requests: list[Request] = []
         self._sharing = Sharing(model.shapes, shares=config.shares and model.can_share)
-        self._bound, self._each = config.max_bytes, model.shapes.bytes_per_token
+        self._shapes, self._bound = model.shapes, config.max_bytes
+        self._each = model.shapes.bytes_per_token
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -193,8 +195,7 @@ class Batch:
             self.set_back(youngest)
             if youngest is request:
                 return
-        assert request.sequence is not None
-        self._sharing.extend(request.sequence, count)
+        request.kv.goes_on_in(KVBuffer.like(self._shapes, count))
 
     def set_back(self, request: Request) -> None:
         """Let a request wait again, without its memory, until there is enough."""

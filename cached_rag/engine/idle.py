@@ -78,6 +78,11 @@ class Audits:
             self._due -= is_due
             return is_due
 
+    def compare(self, method: str, model: Backend, ids: torch.Tensor, logits: torch.Tensor) -> None:
+        """Audit an answer's first logits; see `compare`."""
+        kl, agrees = on_model_thread(lambda: compare(model, ids, logits))
+        self.note(method, kl, agrees=agrees)
+
     def note(self, method: str, kl: float, *, agrees: bool) -> None:
         """Take over what an audit found."""
         with self._lock:

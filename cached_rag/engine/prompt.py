@@ -25,9 +25,7 @@ import torch
 from cached_rag.backends.base import Backend
 from cached_rag.backends.machine import profile_key
 from cached_rag.backends.prompt_text import Tokens
-from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.idle import compare
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.resources import Resources
@@ -261,7 +259,7 @@ class Prefilling:
         """Set the KV of the prompt's first tokens that is taken from other prompts."""
         self.beginning = beginning
         self.report.kept_tokens = len(beginning)
-        self.report.kept_repaired_tokens = beginning.num_repaired
+        self.report.kept_repaired_tokens = len(beginning) - beginning.exact_length
 
     def room(self, answered: int = 0) -> int:
         """How many tokens of the answer there is memory for at first; `Scheduler` adds pages."""
@@ -356,8 +354,9 @@ class Prefilling:
             settled = max(self.exact_length, len(self.beginning))  # a chat goes on from its own
             self.resources.settling.see(learning, self.namespace, self.ids, plan, settled)
         if first_logits is not None and learning.write_back is not None:
-            ids = self.ids[None]
-            audit = partial(_audit, self.resources, spelled(self.method), ids, first_logits)
+            model, ids = self.resources.model, torch.from_numpy(self.ids[None])
+            compare = self.resources.audits.compare
+            audit = partial(compare, spelled(self.method), model, ids, first_logits)
             learning.write_back.offer(("audit", id(first_logits)), audit, lasts=False)
 
     def _prompt_kv(self, plan: Plan, kv: RowKV, answered: Sequence[int]) -> PromptKV:
@@ -391,10 +390,3 @@ class Prefilling:
         tail = self.ids[-_TEMPLATE_TAIL:].tolist()
         begins = [at for at, token in enumerate(tail) if token in controls]
         return len(self.ids) - (len(tail) - begins[0] if begins else min(1, len(tail)))
-
-
-def _audit(resources: Resources, method: str, ids: Ids, logits: torch.Tensor) -> None:
-    """Compare a prompt's first logits with full prefill's, and note what came of it."""
-    model, prompt = resources.model, torch.from_numpy(ids)
-    kl, agrees = on_model_thread(lambda: compare(model, prompt, logits))
-    resources.audits.note(method, kl, agrees=agrees)

@@ -200,9 +200,8 @@ class Request:
 
     def note_sharing(self) -> None:
         """Report how much KV is shared, and give the prompt's buffer back if it was replaced."""
-        assert self.sequence is not None
-        own, prompt = self.sequence.kv.own, self.prompt
-        if shared := self.sequence.num_shared:
+        own, prompt = self.kv.own, self.prompt
+        if shared := sum(len(run) for run in self.kv.runs if run.buffer is not own):
             self.report.kv_bytes = own.nbytes
             self.report.shared_kv_bytes = shared * prompt.resources.model.shapes.bytes_per_token
         if own is not prompt.buffer:

@@ -37,11 +37,6 @@ class Beginning:
     def __len__(self) -> int:
         return sum(map(len, self.runs))
 
-    @property
-    def num_repaired(self) -> int:
-        """Number of its tokens that a method may have repaired: those that are not exact."""
-        return len(self) - self.exact_length
-
     def pieces(self, ids: Sequence[int]) -> list[ModuleKV]:
         """The same KV as views, one for each run, to be placed at a prompt's beginning.
 
@@ -83,11 +78,6 @@ class RunningSequence:
     taken: tuple[Run, ...] = ()
     is_private: bool = False
 
-    @property
-    def num_shared(self) -> int:
-        """Number of tokens whose KV lies in buffers that other prompts use too."""
-        return sum(len(run) for run in self.kv.runs if run.buffer is not self.kv.own)
-
     def buffers(self) -> Iterator[KVBuffer]:
         """All buffers that must not be used for other KV."""
         yield from self.kv.buffers()
@@ -102,7 +92,7 @@ class Sharing:
     """
 
     def __init__(self, shapes: KVShapes, *, shares: bool = True) -> None:
-        self._shapes, self._shares = shapes, shares
+        self._shares = shares
         self._sequences: list[RunningSequence] = []
         self._slabs = Slabs(shapes)
 
@@ -135,10 +125,6 @@ class Sharing:
     def cost(self, beginning: Beginning, count: int) -> int:
         """Bytes that `begin` would take for a prompt with room for `count` tokens in all."""
         return self._slabs.cost(count - sum(map(len, self._common_runs(beginning.runs))))
-
-    def extend(self, sequence: RunningSequence, count: int) -> None:
-        """Give a sequence room for `count` tokens more, in a buffer (a page) that it goes on in."""
-        sequence.kv.goes_on_in(KVBuffer.like(self._shapes, count))
 
     def _running_beginning(self, namespace: str, wanted: Ids) -> tuple[Beginning, int]:
         """The longest KV of a beginning in a running prompt, and how long it will become."""

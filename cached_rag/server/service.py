@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from cached_rag.server.tenants import Tenants
 if TYPE_CHECKING:  # its packages are another extra's
     from cached_rag.rag.answer import AnswerStream
 
-_log = logging.getLogger(__name__)
 # Most chunks of a response that wait for the client to read them.
 _AHEAD = 16
 
@@ -79,9 +77,7 @@ class Service:
         return len(self._asked)
 
     def close(self) -> None:
-        """End all requests, and log how many were cut off."""
-        if self.num_open:
-            _log.warning("%d requests were still being answered and are cut off", self.num_open)
+        """End all requests."""
         for asked in list(self._asked):
             self.finish(asked)
         self.tenants.close()
