@@ -84,21 +84,23 @@ class Scheduler:
             self._open.discard(request)
             raise
 
-    def read(self, request: Request, *, is_driven: bool) -> None:
+    def read(self, request: Request) -> None:
         """Read a queued request's prompt, on this thread. An error ends the request.
 
-        Args:
-            is_driven: the model's thread makes the answer; else whoever waits for it calls `turn`.
+        The model's thread then makes the answer; but where the model may compute on this thread,
+        whoever waits for the answer calls `turn`.
         """
         with self._failing(request):
             if request.is_wanted:
                 prefill.read(request.prompt)
-            if is_driven:
+            if not model_thread.is_here():
                 self.drive(request)
 
     def drive(self, request: Request) -> None:
-        """Have the model's thread make this request's answer from now on."""
+        """Have the model's thread make this request's answer from now on, unless it is over."""
         with self._driving:
+            if request.status.is_over:
+                return
             if not self._driven:
                 model_thread.submit(self._drive)
             self._driven.add(request)

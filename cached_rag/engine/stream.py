@@ -58,7 +58,6 @@ class Stream(Iterator[str]):
         request.deliver = self._items.put
         self._taking = threading.Lock()
         self._is_started = self._is_over = False
-        self._is_driven = True
         self._is_async = False
 
     @property
@@ -99,10 +98,10 @@ class Stream(Iterator[str]):
             BusyError: too many requests wait already.
         """
         if not self._is_started:
-            self._start(is_driven=not model_thread.is_here())
+            self._start()
 
-    def _start(self, *, is_driven: bool) -> None:
-        self._is_started, self._is_driven = True, is_driven
+    def _start(self) -> None:
+        self._is_started = True
         if not self._request.is_wanted:
             self._request.finish(Status.CANCELLED, None)
             return
@@ -111,7 +110,7 @@ class Stream(Iterator[str]):
         except BaseException as error:
             self._request.finish(Status.FAILED, error)  # whoever takes a piece later gets it, too
             raise
-        read = partial(self._scheduler.read, self._request, is_driven=is_driven)
+        read = partial(self._scheduler.read, self._request)
         if self._is_async:  # a loop has other things to do meanwhile
             short, long = _READERS
             text = self._request.prompt.asked.planner.text
@@ -129,10 +128,8 @@ class Stream(Iterator[str]):
             return self._checked(self._next_item())
 
     def _next_item(self) -> Item:
-        if not self._is_driven and not model_thread.is_here():
-            self._is_driven = True
-            self._scheduler.drive(self._request)
-        if self._is_driven:
+        if not model_thread.is_here():
+            self._scheduler.drive(self._request)  # if it was begun where the model may compute
             return self._items.get()
         while True:
             with suppress(queue.Empty):
@@ -188,7 +185,7 @@ class Stream(Iterator[str]):
                 loop.call_soon_threadsafe(items.put_nowait, item)
 
         self._request.deliver = deliver
-        self._start(is_driven=True)
+        self._start()
         try:
             while isinstance(item := await items.get(), str):
                 yield item
