@@ -60,10 +60,8 @@ class RunningSequence:
             computes.
         kv: the KV of the prompt and of its answer. While the prompt is prefilled, `kv.length` is
             the number of tokens, from the first, whose KV is final.
-        chunks: (first slot, slot after the last) of each chunk that is not repaired, by the name
-            that `_name` gives it.
-        held: the chunks' KV. A name contains an address, which must not be used for other KV as
-            long as the name is known.
+        chunks: those that are not repaired, by the name that `_name` gives them. A name contains
+            the address of the KV, which is held here, so that no other KV comes to have it.
         taken: KV of other prompts that `adopt` will share; until then it must not be freed.
         is_private: the prompt contains a text that was forgotten, so no other prompt may use its
             KV any more.
@@ -73,8 +71,7 @@ class RunningSequence:
     ids: Ids
     exact_length: int
     kv: RowKV = field(init=False)
-    chunks: dict[_Name, tuple[int, int]] = field(default_factory=dict)
-    held: tuple[ModuleKV, ...] = ()
+    chunks: dict[_Name, Placement] = field(default_factory=dict)
     taken: tuple[Run, ...] = ()
     is_private: bool = False
 
@@ -200,9 +197,7 @@ class Sharing:
         if shared and id(whole) not in others:
             own = self._slabs.take(count - sum(map(len, shared)) + room)
             sequence.kv = sequence.kv.moved(shared, own)
-        sequence.taken = ()
-        sequence.chunks = {name: (place.begin, place.end) for name, place in named.items()}
-        sequence.held = tuple(p.kv for p in named.values() if isinstance(p.kv, ModuleKV))
+        sequence.taken, sequence.chunks = (), named
 
     def leave(self, sequence: RunningSequence, buffer: KVBuffer | None) -> bool:
         """Remove a prompt whose answer is over.
@@ -234,10 +229,9 @@ class Sharing:
             if place.begin < done:
                 continue
             for sequence in self._sequences:
-                if name in sequence.chunks:
-                    first, last = sequence.chunks[name]
-                    moved = place.begin - first
-                    for run in sequence.kv.cut(first, last):
+                if (there := sequence.chunks.get(name)) is not None:
+                    moved = place.begin - there.begin
+                    for run in sequence.kv.cut(there.begin, there.end):
                         _join(found, Run(run.buffer, run.begin, run.end, run.slot + moved))
                     break
         return [run for run in found if len(run) >= MIN_SHARED]
