@@ -53,9 +53,6 @@ class Keys:
         if len(dict(self._tenants)) < len(set(self._tenants)):
             raise ConfigError("two tenants have the same API key; give each one of its own")
 
-    def __bool__(self) -> bool:
-        return bool(self._tenants)
-
     def tenant(self, authorization: str | None) -> str | None:
         """The tenant whose key an Authorization header has, None if it is no key of anybody.
 
