@@ -133,24 +133,21 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return await answer(request, body.chat(), tenant, reply.events, reply.whole)
 
 
-def _names(service: Service, tenant: str) -> list[str]:
-    """Of the model, and of the index for requests of no tenant: its documents are nobody else's."""
-    index = None if tenant else service.index
-    return [service.name] if index is None else [service.name, index.name]
-
-
-def _embedding_names(service: Service, tenant: str) -> list[str]:
-    """Of the embedding model, where there is one for requests of this tenant."""
-    return [] if tenant or service.index is None else [service.index.embedding]
+def _names(service: Service, tenant: str) -> tuple[list[str], list[str]]:
+    """Of models that answer, and that embed; to a tenant, nothing is the index's."""
+    if tenant or service.index is None:
+        return [service.name], []
+    return [service.name, service.index.name], [service.index.embedding]
 
 
 def _check_model(
     service: Service, name: str, tenant: str = "", *, may_be_index: bool = True
 ) -> None:
-    names = _names(service, tenant) if may_be_index else [service.name]
+    answering, embedding = _names(service, tenant)
+    names = answering if may_be_index else [service.name]
     if name not in names:
         known = " or ".join(map(repr, names))
-        if name in _embedding_names(service, tenant):
+        if name in embedding:
             raise NoSuchModelError(
                 f"the model {name!r} answers nothing, it embeds (POST /v1/embeddings); ask {known}"
             )
@@ -240,14 +237,14 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models(tenant: Tenant) -> dict[str, Any]:
         """The model; if there is an index, this under its own name, and its embedding model."""
-        names = [*_names(service, tenant), *_embedding_names(service, tenant)]
-        data = [_about(service, name) for name in names]
+        answering, embedding = _names(service, tenant)
+        data = [_about(service, name) for name in (*answering, *embedding)]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, tenant: Tenant) -> dict[str, Any]:
         """A model by name."""
-        if name not in _embedding_names(service, tenant):
+        if name not in _names(service, tenant)[1]:
             _check_model(service, name, tenant)
         return _about(service, name)
 
