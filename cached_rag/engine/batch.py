@@ -36,11 +36,9 @@ class Batch:
         Args:
             put_back: takes a request that has to wait again.
         """
-        self._config, self._put_back = config, put_back
-        self._can_append, self._can_share = model.can_append, model.can_share
+        self._model, self._config, self._put_back = model, config, put_back
         self._requests: list[Request] = []
         self._sharing = Sharing(model.shapes, shares=config.shares and model.can_share)
-        self._shapes, self._bound = model.shapes, config.max_bytes
         self._each = model.shapes.bytes_per_token
 
     def __len__(self) -> int:
@@ -72,12 +70,12 @@ class Batch:
         Raises:
             ContextOverflowError: there is no room even then.
         """
-        prompt = request.prompt
+        prompt, most = request.prompt, self._config.max_bytes
         needed = (len(prompt.tokens) + prompt.config.max_tokens) * self._each
-        if self._bound is not None and needed > self._bound:
+        if most is not None and needed > most:
             raise ContextOverflowError(
                 f"prompt and answer need {needed} bytes of KV, and BatchConfig.max_bytes "
-                f"is {self._bound}; raise it, retrieve less, or lower max_tokens"
+                f"is {most}; raise it, retrieve less, or lower max_tokens"
             )
         count = len(prompt.tokens) + request.room
         if not self._requests:
@@ -88,13 +86,14 @@ class Batch:
 
     def _fits(self, nbytes: int) -> bool:
         """Whether running answers may take so many bytes more."""
-        return self._bound is None or self._sharing.nbytes + nbytes <= self._bound
+        most = self._config.max_bytes
+        return most is None or self._sharing.nbytes + nbytes <= most
 
     def _follows(self, request: Request, beginning: Beginning) -> bool:
         """Whether the batch computes all of a prompt that has no KV: there is none to repair."""
         is_covered = all(place.end <= len(beginning) for place in request.prompt.plan.placements)
         is_shared = bool(beginning.runs or self._requests)
-        return is_covered and is_shared and self._can_append
+        return is_covered and is_shared and self._model.can_append
 
     def begin(self, request: Request, beginning: Beginning, *, others_wait: bool) -> int:
         """Let a request run; returns how many prompt tokens that computed.
@@ -117,7 +116,7 @@ class Batch:
             return 0
         is_crowded = (others_wait or bool(self._requests)) and not answer
         is_repaired = any(place.end > len(beginning) for place in plan.placements)
-        is_in_pieces = is_crowded and is_repaired and self._can_share
+        is_in_pieces = is_crowded and is_repaired and self._model.can_share
         computed = prefill.compute(prompt, beginning, answered=len(answer), in_pieces=is_in_pieces)
         if prompt.left is not None:
             request.pending = [prompt.tokens.ids[slot] for slot in prompt.left.slots]
@@ -195,7 +194,7 @@ class Batch:
             self.set_back(youngest)
             if youngest is request:
                 return
-        request.kv.goes_on_in(KVBuffer.like(self._shapes, count))
+        request.kv.goes_on_in(KVBuffer.like(self._model.shapes, count))
 
     def set_back(self, request: Request) -> None:
         """Let a request wait again, without its memory, until there is enough."""

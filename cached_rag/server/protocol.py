@@ -317,12 +317,7 @@ class EmbeddingsRequest(Strict):
     """
 
     model: Annotated[Text, Field(max_length=1000)]
-    input: (
-        Annotated[Text, Field(min_length=1)]
-        | Annotated[
-            list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=2048)
-        ]
-    )
+    input: Text | Annotated[list[Text], Field(max_length=2048)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     truncate: bool | None = None
