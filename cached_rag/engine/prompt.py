@@ -139,6 +139,7 @@ class Pieces:
 _TEMPLATE_TAIL = 4
 # Tokens of an answer that have memory from the first. Most answers are not longer.
 PAGE = 256
+# The plan of a prompt that was not prepared yet.
 UNPLANNED = Plan((), (), 0)
 
 
