@@ -5,7 +5,7 @@ Knows requests and bounds; knows no text, no queue and no thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from cached_rag.backends.base import Backend
@@ -15,6 +15,7 @@ from cached_rag.engine.prompt import PAGE
 from cached_rag.engine.request import Request, Status
 from cached_rag.engine.sharing import Beginning, Sharing
 from cached_rag.errors import ContextOverflowError
+from cached_rag.kv.buffer import KVBuffer
 
 # Requests, each with the number of its pending tokens that a pass computes.
 Work: TypeAlias = list[tuple[Request, int]]
@@ -35,11 +36,10 @@ class Batch:
         Args:
             put_back: takes a request that has to wait again.
         """
-        self._config, self._put_back = config, put_back
-        self._can_append, self._can_share = model.can_append, model.can_share
+        self._model, self._config, self._put_back = model, config, put_back
         self._requests: list[Request] = []
         self._sharing = Sharing(model.shapes, shares=config.shares and model.can_share)
-        self._room = Room(config.max_bytes, model.shapes.bytes_per_token, self._sharing)
+        self._each = model.shapes.bytes_per_token
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -58,7 +58,6 @@ class Batch:
     def beginning(self, request: Request) -> Beginning:
         """The KV that finished and running prompts have of this prompt's beginning."""
         prompt = request.prompt
-        assert prompt.plan is not None
         # Slots alone do not say where the tokens of a prompt with gaps stand.
         is_alone = prompt.plan.positions is not None or request.is_beyond_switch
         limit = 0 if is_alone else prompt.exact_length
@@ -71,17 +70,30 @@ class Batch:
         Raises:
             ContextOverflowError: there is no room even then.
         """
-        self._room.check(request)
+        prompt, most = request.prompt, self._config.max_bytes
+        needed = (len(prompt.tokens) + prompt.config.max_tokens) * self._each
+        if most is not None and needed > most:
+            raise ContextOverflowError(
+                f"prompt and answer need {needed} bytes of KV, and BatchConfig.max_bytes "
+                f"is {most}; raise it, retrieve less, or lower max_tokens"
+            )
+        count = len(prompt.tokens) + request.room
         if not self._requests:
             return True
-        return self._room.admits(request, beginning, shares=self._follows(request, beginning))
+        if self._follows(request, beginning):  # what is in the beginning takes no more room
+            return self._fits(self._sharing.cost(beginning, count))
+        return self._fits(prompt.resources.workspace.size(count) * self._each)
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether running answers may take so many bytes more."""
+        most = self._config.max_bytes
+        return most is None or self._sharing.nbytes + nbytes <= most
 
     def _follows(self, request: Request, beginning: Beginning) -> bool:
         """Whether the batch computes all of a prompt that has no KV: there is none to repair."""
-        assert request.prompt.plan is not None
         is_covered = all(place.end <= len(beginning) for place in request.prompt.plan.placements)
         is_shared = bool(beginning.runs or self._requests)
-        return is_covered and is_shared and self._can_append
+        return is_covered and is_shared and self._model.can_append
 
     def begin(self, request: Request, beginning: Beginning, *, others_wait: bool) -> int:
         """Let a request run; returns how many prompt tokens that computed.
@@ -93,7 +105,6 @@ class Batch:
         """
         prompt, answer = request.prompt, request.decoding.token_ids
         plan = prompt.plan
-        assert plan is not None
         if self._follows(request, beginning):
             prefill.follow(prompt, beginning)
             request.pending = [*prompt.tokens.ids[len(beginning) :], *answer]
@@ -105,7 +116,7 @@ class Batch:
             return 0
         is_crowded = (others_wait or bool(self._requests)) and not answer
         is_repaired = any(place.end > len(beginning) for place in plan.placements)
-        is_in_pieces = is_crowded and is_repaired and self._can_share
+        is_in_pieces = is_crowded and is_repaired and self._model.can_share
         computed = prefill.compute(prompt, beginning, answered=len(answer), in_pieces=is_in_pieces)
         if prompt.left is not None:
             request.pending = [prompt.tokens.ids[slot] for slot in prompt.left.slots]
@@ -176,20 +187,18 @@ class Batch:
         count = request.missing_room
         if not count:
             return
-        if not self._room.has(count):
+        if not self._fits(count * self._each):
             count = min(count, PAGE)
-        while len(self._requests) > 1 and not self._room.has(count):
+        while len(self._requests) > 1 and not self._fits(count * self._each):
             youngest = self._requests[-1]
             self.set_back(youngest)
             if youngest is request:
                 return
-        assert request.sequence is not None
-        self._sharing.extend(request.sequence, count)
+        request.kv.goes_on_in(KVBuffer.like(self._model.shapes, count))
 
     def set_back(self, request: Request) -> None:
         """Let a request wait again, without its memory, until there is enough."""
         request.set_back(is_free=self._leave(request))
-        assert request.prompt.plan is not None
         request.prompt.exact_length = prefill.exact_length(request.prompt, request.prompt.plan)
         if _SET_BACK not in request.report.notes:
             request.report.notes.append(_SET_BACK)
@@ -207,54 +216,3 @@ class Batch:
             self._requests.remove(request)
         sequence = request.sequence
         return sequence is None or self._sharing.leave(sequence, request.prompt.buffer)
-
-    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
-        """Share no more KV of a tenant's prompts that contain a text, see `Sequences.forget`."""
-        self._sharing.forget(namespace, text_digest, token_ids)
-
-
-class Room:
-    """What is left of the bytes that running answers may take."""
-
-    def __init__(self, bound: int | None, each: int, sharing: Sharing) -> None:
-        """Leave all room.
-
-        Args:
-            bound: most bytes; None for any number.
-            each: bytes of a token's KV.
-            sharing: knows what running answers have now.
-        """
-        self._bound, self._each, self._sharing = bound, each, sharing
-
-    def has(self, tokens: int) -> bool:
-        """Whether the KV of so many more tokens fits."""
-        return self._has_bytes(tokens * self._each)
-
-    def _has_bytes(self, nbytes: int) -> bool:
-        return self._bound is None or self._sharing.nbytes + nbytes <= self._bound
-
-    def admits(self, request: Request, beginning: Beginning, *, shares: bool) -> bool:
-        """Whether the KV of a prompt and the beginning of its answer fits.
-
-        Args:
-            shares: the batch computes it behind `beginning`, which then takes no more room.
-        """
-        count = len(request.prompt.tokens) + request.room
-        if shares:
-            return self._has_bytes(self._sharing.cost(beginning, count))
-        return self.has(request.prompt.resources.workspace.size(count))
-
-    def check(self, request: Request) -> None:
-        """Check that a prompt and its whole answer would fit if nothing else ran.
-
-        Raises:
-            ContextOverflowError: they do not.
-        """
-        if self._bound is None:
-            return
-        needed = (len(request.prompt.tokens) + request.prompt.config.max_tokens) * self._each
-        if needed > self._bound:
-            raise ContextOverflowError(
-                f"prompt and answer need {needed} bytes of KV, and BatchConfig.max_bytes "
-                f"is {self._bound}; raise it, retrieve less, or lower max_tokens"
-            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tokenizers.decoders import DecodeStream
@@ -22,13 +22,12 @@ from transformers import (
 )
 
 from cached_rag.backends.base import Backend, StepInput
-from cached_rag.backends.prompt_text import Tokens
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import GenerationConfig
+from cached_rag.engine.prompt import Prefilling
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.trace import Trace, TraceSource
 from cached_rag.grammar.grammar import Matcher, overlap
-from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 
 
@@ -211,45 +210,6 @@ class Generation:
         return self.trace_source.trace if self.trace_source else None
 
 
-class PrefilledRequest(Protocol):
-    """A prompt whose KV is complete."""
-
-    @property
-    def tokens(self) -> Tokens:
-        """The prompt's tokens."""
-        ...
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """(1, vocab_size) after the last prompt token."""
-        ...
-
-    @property
-    def buffer(self) -> KVBuffer | None:
-        """KV of all prompt tokens, with room for the answer's; None once it is released."""
-        ...
-
-    @property
-    def report(self) -> Report:
-        """The report of the request, which the answer completes."""
-        ...
-
-    def follow(self, token_ids: Sequence[int]) -> torch.Tensor | None:
-        """If repair goes on with an answer's last token: compute it, and what it needs.
-
-        Args:
-            token_ids: the answer's so far.
-
-        Returns:
-            (1, vocab_size) logits after it; None if the token is an ordinary one.
-        """
-        ...
-
-    def release(self) -> None:
-        """Give the buffer back."""
-        ...
-
-
 class Decoding:
     """An answer that is being made.
 
@@ -334,7 +294,7 @@ def _logprobs(token: int, logits: torch.Tensor, top: int) -> TokenLogprobs:
 
 
 @torch.inference_mode()
-def answer_alone(model: Backend, prefill: PrefilledRequest, config: GenerationConfig) -> Generation:
+def answer_alone(model: Backend, prefill: Prefilling, config: GenerationConfig) -> Generation:
     """Answer a prefilled prompt, token after token. The caller releases the prefill.
 
     Raises:

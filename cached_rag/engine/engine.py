@@ -30,7 +30,7 @@ from cached_rag.engine.planner import Planner, TextPlanner
 from cached_rag.engine.prompt import AskedPrompt, Prefilling
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
-from cached_rag.engine.resources import Resources, completed, load_backend, refuses, sizes_of
+from cached_rag.engine.resources import Resources, completed, load_backend, refuses
 from cached_rag.engine.scheduler import Scheduler
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
@@ -39,6 +39,7 @@ from cached_rag.kv.catalog import ChunkRecord, Maker, inner_ids
 from cached_rag.kv.eviction import until_when
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.remote import RemoteTier, open_remote
+from cached_rag.kv.wire import Sizes
 from cached_rag.library.encode import Context, EncodeSummary, primer
 from cached_rag.library.encoder import Encoder, several
 from cached_rag.library.learning import WriteBack
@@ -59,15 +60,12 @@ class Planned(Protocol):
 
     def planner(self, engine: Engine) -> Planner:
         """What finds the prompt's tokens and makes its plan, when the engine asks for them."""
-        ...
 
     def count_tokens(self, engine: Engine) -> int:
         """The number of its tokens."""
-        ...
 
     def plain(self) -> str | Sequence[Message]:
         """The same prompt as ordinary text, or as chat messages."""
-        ...
 
 
 Prompt = str | Sequence[Message] | Rendered | Planned
@@ -113,9 +111,8 @@ class Engine:
         self._is_closed = False
         self.settings = settings = completed(store or StoreConfig(), model)
         maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
-        self._remote: RemoteTier | None = (
-            beside._remote if beside else open_remote(settings, sizes_of(model))
-        )
+        sizes = Sizes(model.shapes, model.context_length, model.vocab_size)
+        self._remote: RemoteTier | None = beside._remote if beside else open_remote(settings, sizes)
         self.library: Library = Library(
             settings,
             maker,
@@ -234,16 +231,15 @@ class Engine:
                 del _SHARED[name]
         seconds = self.settings.finish_seconds if finish_seconds is None else finish_seconds
         deadline = time.monotonic() + seconds
-        archive = self._resources.archive
+        archive = self._resources.archive if self._owns_scheduler else None
         try:
             self._resources.learning.close(seconds)
-            if archive is not None and self._owns_scheduler:
+            if archive is not None:
                 self.sequences.close()
         finally:
-            if archive is not None and self._owns_scheduler:
-                archive.close(max(0.0, deadline - time.monotonic()))
-            if self._remote is not None and self._owns_scheduler:
-                self._remote.close(max(0.0, deadline - time.monotonic()))
+            for one in (archive, self._remote if self._owns_scheduler else None):
+                if one is not None:
+                    one.close(max(0.0, deadline - time.monotonic()))
             self.library.close()
 
     def __enter__(self) -> Engine:

@@ -1,7 +1,6 @@
 """What became of a prompt, for people: as a page of HTML, in a notebook, or as plain text.
 
-`View` is what an explanation says before it is text or a page. Everything that the template prints
-is escaped and made visible; documents are not trusted.
+Everything that the template prints is escaped and made visible; documents are not trusted.
 """
 
 from __future__ import annotations
@@ -90,16 +89,73 @@ class Segment:
         return not any(text.strip() for _, text in (*self.pieces, *self.tail))
 
 
-@dataclass(frozen=True)
-class View:
-    """See `Explanation`, whose fields these are."""
+class Explained(Protocol):
+    """An answer: a `Generation`, a `Stream` that has begun, or an `Answer`."""
+
+    @property
+    def report(self) -> Report:
+        """Its figures."""
+
+    @property
+    def trace(self) -> Trace | None:
+        """What became of its prompt; None if that is not known."""
+
+
+@dataclass(frozen=True, repr=False)
+class Explanation:
+    """What was reused, moved, repaired and computed of a prompt, and how long each part took.
+
+    In a notebook it shows itself; `print` gives it as text, `save` as a page.
+
+    Attributes:
+        full: the report of the same prompt with full prefill, to compare with; None for none.
+        names: what chunks are called, by the digests of their texts.
+        title, text: the question and the answer, if they are to be shown.
+    """
 
     trace: Trace
     report: Report
-    full: Report | None
-    names: Mapping[str, str]
-    title: str
-    text: str
+    full: Report | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    title: str = ""
+    text: str = ""
+
+    @classmethod
+    def of(cls, answer: Explained, full: Explained | None = None, **shown: Any) -> Explanation:
+        """Explain an answer.
+
+        Args:
+            full: the answer to the same prompt with `method="full"`, to compare with.
+            shown: `names`, `title` and `text`.
+
+        Raises:
+            ConfigError: the prompt is not known: it was not prefilled, or the answer was put
+                together by hand.
+        """
+        trace = answer.trace
+        if trace is None:
+            raise ConfigError(
+                "nothing is known of this answer's prompt, so it cannot be explained; take an "
+                "answer from `ask`, `stream` or `generate`, and from a stream a piece first"
+            )
+        return cls(trace, answer.report, full.report if full else None, **shown)
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self.report.prompt_tokens} prompt tokens>"
+
+    def _repr_html_(self) -> str:
+        return page(self, is_whole=False)
+
+    def html(self) -> str:
+        """A whole page, which loads nothing from elsewhere and runs no script."""
+        return page(self, is_whole=True)
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to a file."""
+        Path(path).write_text(self.html(), encoding="utf-8")
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -124,11 +180,6 @@ class View:
             return f"“{' '.join(excerpt.split())} …”"
         is_kept = part.origin is not None and part.origin.tier == "kept"
         return part.name or ("Said before" if is_kept else "The prompt's head")
-
-    @property
-    def stages(self) -> list[Stage]:
-        """Where the time went."""
-        return stages(self.report)
 
     @property
     def comparison(self) -> str:
@@ -186,7 +237,7 @@ class View:
                 }
                 for row, part in zip(self.rows, trace.parts, strict=True)
             ],
-            "stages": {stage.name: round(stage.ms, 3) for stage in self.stages},
+            "stages": {stage.name: round(stage.ms, 3) for stage in stages(self.report)},
             "prompt": trace.text,
             "spans": [dataclasses.asdict(one) | {"kind": one.kind.value} for one in trace.spans],
             "report": self.report.to_dict(),
@@ -249,14 +300,14 @@ _UNSEEN = re.compile(
 _WIDTH = 40
 
 
-def page(view: View, *, is_whole: bool) -> str:
+def page(shown: Explanation, *, is_whole: bool) -> str:
     """The page; or, for a notebook, only what is in it, with its style."""
-    compared = [("", view.stages)]
-    if view.full is not None:
-        compared = [("As it was", view.stages), ("With full prefill", stages(view.full))]
+    compared = [("", stages(shown.report))]
+    if shown.full is not None:
+        compared = [("As it was", stages(shown.report)), ("With full prefill", stages(shown.full))]
     longest = max((one.begin_ms + one.ms for _, found in compared for one in found), default=1.0)
     return _template().render(
-        view=view,
+        shown=shown,
         is_whole=is_whole,
         style=Markup((_HERE / "explanation.css").read_text(encoding="utf-8")),
         meaning=MEANING,
@@ -289,21 +340,21 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
 
 
-def plain(view: View) -> str:
+def plain(shown: Explanation) -> str:
     """The text; the prompt itself is not in it."""
-    total = max(1, view.report.prompt_tokens)
-    lines = [view.report.to_line(), "", "tokens"]
-    for kind, count in view.trace.counts.items():
+    total = max(1, shown.report.prompt_tokens)
+    lines = [shown.report.to_line(), "", "tokens"]
+    for kind, count in shown.trace.counts.items():
         if count:
             lines.append(f"  {kind.value:<9} {count:>6} {count / total:>4.0%}  {MEANING[kind]}")
     lines += ["", "parts of the prompt"]
-    for row in view.rows:
+    for row in shown.rows:
         lines += [f"  {row.name}", f"      {row.said}"]
-    lines += [f"  {name}\n      {NOT_KNOWN}" for name in view.unseen]
-    lines += ["", "time", *_bars(view.stages)]
-    if view.comparison:
-        lines += ["", view.comparison]
-    lines += [f"note: {note}" for note in view.report.notes]
+    lines += [f"  {name}\n      {NOT_KNOWN}" for name in shown.unseen]
+    lines += ["", "time", *_bars(stages(shown.report))]
+    if shown.comparison:
+        lines += ["", shown.comparison]
+    lines += [f"note: {note}" for note in shown.report.notes]
     return visible("\n".join(lines))
 
 
@@ -315,80 +366,3 @@ def _bars(stages: list[Stage]) -> list[str]:
         f"{' ' * int(stage.begin_ms * scale)}{'█' * round(stage.ms * scale) or '▏'}"
         for stage in stages
     ]
-
-
-class Explained(Protocol):
-    """An answer: a `Generation`, a `Stream` that has begun, or an `Answer`."""
-
-    @property
-    def report(self) -> Report:
-        """Its figures."""
-
-    @property
-    def trace(self) -> Trace | None:
-        """What became of its prompt; None if that is not known."""
-
-
-@dataclass(frozen=True, repr=False)
-class Explanation:
-    """What was reused, moved, repaired and computed of a prompt, and how long each part took.
-
-    In a notebook it shows itself; `print` gives it as text, `save` as a page.
-
-    Attributes:
-        full: the report of the same prompt with full prefill, to compare with; None for none.
-        names: what chunks are called, by the digests of their texts.
-        title, text: the question and the answer, if they are to be shown.
-    """
-
-    trace: Trace
-    report: Report
-    full: Report | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
-    title: str = ""
-    text: str = ""
-
-    @classmethod
-    def of(cls, answer: Explained, full: Explained | None = None, **shown: Any) -> Explanation:
-        """Explain an answer.
-
-        Args:
-            full: the answer to the same prompt with `method="full"`, to compare with.
-            shown: `names`, `title` and `text`.
-
-        Raises:
-            ConfigError: the prompt is not known: it was not prefilled, or the answer was put
-                together by hand.
-        """
-        trace = answer.trace
-        if trace is None:
-            raise ConfigError(
-                "nothing is known of this answer's prompt, so it cannot be explained; take an "
-                "answer from `ask`, `stream` or `generate`, and from a stream a piece first"
-            )
-        return cls(trace, answer.report, full.report if full else None, **shown)
-
-    @property
-    def _view(self) -> View:
-        return View(self.trace, self.report, self.full, self.names, self.title, self.text)
-
-    def __str__(self) -> str:
-        return plain(self._view)
-
-    def __repr__(self) -> str:
-        return f"<Explanation of {self.report.prompt_tokens} prompt tokens>"
-
-    def _repr_html_(self) -> str:
-        return page(self._view, is_whole=False)
-
-    def html(self) -> str:
-        """A whole page, which loads nothing from elsewhere and runs no script."""
-        return page(self._view, is_whole=True)
-
-    def save(self, path: str | Path) -> None:
-        """Write the page to a file."""
-        Path(path).write_text(self.html(), encoding="utf-8")
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain values for JSON."""
-        return self._view.to_dict()

@@ -78,6 +78,11 @@ class Audits:
             self._due -= is_due
             return is_due
 
+    def compare(self, method: str, model: Backend, ids: torch.Tensor, logits: torch.Tensor) -> None:
+        """Audit an answer's first logits; see `compare`."""
+        kl, agrees = on_model_thread(lambda: compare(model, ids, logits))
+        self.note(method, kl, agrees=agrees)
+
     def note(self, method: str, kl: float, *, agrees: bool) -> None:
         """Take over what an audit found."""
         with self._lock:
@@ -172,65 +177,61 @@ class Settling:
         return length
 
 
+@dataclass(eq=False)
 class _Work:
-    """One beginning that is computed piece by piece."""
+    """One beginning that is computed piece by piece, in `buffer`; `done` tokens of it are."""
 
-    def __init__(
-        self,
-        model: Backend,
-        sequences: Sequences,
-        learning: Learning,
-        namespace: str,
-        ids: Ids,
-        plan: Plan,
-    ) -> None:
-        self._model, self._sequences, self._learning = model, sequences, learning
-        self._namespace, self._ids, self._plan = namespace, ids, plan
-        self._buffer: KVBuffer | None = None
-        self._done = 0
+    model: Backend
+    sequences: Sequences
+    learning: Learning
+    namespace: str
+    ids: Ids
+    plan: Plan
+    buffer: KVBuffer | None = None
+    done: int = 0
 
     def offer(self) -> None:
         """Have the next piece computed when nobody asks."""
-        assert self._learning.write_back is not None
-        name = ("settle", self._namespace, self._ids.tobytes(), self._done)
-        is_begun = self._buffer is not None
-        self._learning.write_back.offer(name, self._go_on, lasts=False, is_begun=is_begun)
+        assert self.learning.write_back is not None
+        name = ("settle", self.namespace, self.ids.tobytes(), self.done)
+        is_begun = self.buffer is not None
+        self.learning.write_back.offer(name, self._go_on, lasts=False, is_begun=is_begun)
 
     def _go_on(self) -> None:
         on_model_thread(self._compute)
-        if self._done < len(self._ids):
+        if self.done < len(self.ids):
             self.offer()
         else:
             self._keep()
 
     def _compute(self) -> None:
-        model, count = self._model, len(self._ids)
+        model, count = self.model, len(self.ids)
         with model.lock, torch.inference_mode():
-            if self._buffer is None:
-                self._buffer = KVBuffer.like(model.shapes, count)
+            if self.buffer is None:
+                self.buffer = KVBuffer.like(model.shapes, count)
                 self._begin()
-            end = min(self._done + _PIECE, count)
-            if end > self._done:
-                slots = torch.arange(self._done, end)
-                known = torch.from_numpy(self._ids[None, :end])
-                model.prefill(self._buffer, known, slots, num_logits=0)
-            self._done = end
+            end = min(self.done + _PIECE, count)
+            if end > self.done:
+                slots = torch.arange(self.done, end)
+                known = torch.from_numpy(self.ids[None, :end])
+                model.prefill(self.buffer, known, slots, num_logits=0)
+            self.done = end
 
     def _begin(self) -> None:
         """Take what is there already, and exact."""
-        assert self._buffer is not None
-        kept, length = self._sequences.beginning(self._namespace, self._ids)
+        assert self.buffer is not None
+        kept, length = self.sequences.beginning(self.namespace, self.ids)
         for run in kept.cut(length) if kept else ():
-            part = run.module(self._ids[run.slot : run.slot + len(run)].tolist())
-            self._buffer.place(part, run.slot, self._model.rule)
-        self._done = length
+            part = run.module(self.ids[run.slot : run.slot + len(run)].tolist())
+            self.buffer.place(part, run.slot, self.model.rule)
+        self.done = length
 
     def _keep(self) -> None:
         """Keep it, but for what was forgotten meanwhile."""
-        assert self._buffer is not None
-        count = len(self._ids)
-        chunks = tuple(chunk for chunk in self._plan.chunks if chunk[1] <= count)
-        settled = PromptKV(self._namespace, self._ids, (), count, "", chunks)
-        self._sequences.add(settled, RowKV(self._buffer, count))
-        for chunk in self._learning.forgotten(self._plan):
-            self._sequences.forget(self._namespace, chunk.text_digest, inner_ids(chunk.token_ids))
+        assert self.buffer is not None
+        count = len(self.ids)
+        chunks = tuple(chunk for chunk in self.plan.chunks if chunk[1] <= count)
+        settled = PromptKV(self.namespace, self.ids, (), count, "", chunks)
+        self.sequences.add(settled, RowKV(self.buffer, count))
+        for chunk in self.learning.forgotten(self.plan):
+            self.sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk.token_ids))

@@ -36,7 +36,6 @@ class Reading(Protocol):
             report: is given the number of missed chunks, and the time of loading.
             lazy: KV on disk is only opened, and read when it is used.
         """
-        ...
 
 
 class Planner(Protocol):
@@ -45,7 +44,6 @@ class Planner(Protocol):
     @property
     def text(self) -> str:
         """The prompt as text. Its length says how much there is to read."""
-        ...
 
     def read(self, takes: Takes) -> Reading:
         """Tokenise the prompt and find chunks in it. On any thread: it needs no model.
@@ -55,7 +53,6 @@ class Planner(Protocol):
                 control tokens in them is text, and their deletion concerns the prompt; no KV is
                 looked for.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -176,29 +173,20 @@ class TextPlanner:
 _ANCHORS = Epic(8)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How a prompt will be prefilled.
+def choose(
+    model: Backend, plan: Plan, config: GenerationConfig
+) -> tuple[Plan, Selector, list[str]]:
+    """How a prompt will be prefilled, after checking what the model can do.
 
-    Attributes:
-        plan: only what the method uses of the original plan.
-        method: the one to use.
-        notes: sentences for the user, one for each thing that differs from what was asked for.
-    """
-
-    plan: Plan
-    method: Selector
-    notes: tuple[str, ...] = ()
-
-
-def choose(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
-    """The method and plan for a prompt, after checking what the model can do.
+    Returns:
+        Only what the method uses of the plan; the method; and sentences for the user, one for each
+        thing that differs from what was asked for.
 
     Raises:
         RelocationError: the model cannot run a method that was asked for by name.
         ModelError: repair cannot follow an answer of this model.
     """
-    method, notes = config.selector(), []
+    method, notes = config.selector(), list[str]()
     rule = model.rule
     if method.composes:
         if model.composer is None:
@@ -238,7 +226,7 @@ def choose(model: Backend, plan: Plan, config: GenerationConfig) -> Choice:
             f"this model's rotation changes at {limit} tokens; what an answer has beyond them is "
             "not what transformers would say, which computes all before it anew"
         )
-    return Choice(plan, method, tuple(notes))
+    return plan, method, notes
 
 
 def _unwatched(method: Selector, ratio: float | None) -> Selector:
@@ -254,13 +242,14 @@ def repair_mark(method: Selector) -> str:
     return "" if is_exact else repr(method)
 
 
-def check_fits(model: Backend, prompt_tokens: int, plan: Plan, max_tokens: int) -> None:
+def check_fits(model: Backend, plan: Plan, max_tokens: int) -> None:
     """Check that prompt and answer fit the model's context.
 
     Raises:
         ConfigError: the prompt is empty.
         ContextOverflowError: they do not fit.
     """
+    prompt_tokens = plan.num_tokens
     if not prompt_tokens:
         raise ConfigError("the prompt is empty; there is nothing to answer")
     room = model.context_length

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cached_rag.config import check_room
-from cached_rag.engine.planner import Choice, check_fits, choose, repair_mark
+from cached_rag.engine.planner import check_fits, choose, repair_mark
 from cached_rag.engine.prompt import Following, Pieces, Prefilling
 from cached_rag.engine.report import Clock
 from cached_rag.engine.resources import Resources
@@ -75,18 +75,17 @@ def prepare(prompt: Prefilling) -> None:
         lazy = resources.library.is_pipelined and not config.selector().composes
         prompt.tokens, plan = prompt.reading(report, lazy=lazy)
         report.prompt_tokens = len(prompt.tokens)
-        check_fits(resources.model, len(prompt.tokens), plan, config.max_tokens)
+        check_fits(resources.model, plan, config.max_tokens)
         report.match_ms += clock.lap() - (report.load_ms - loaded_ms)
-        choice = choose(resources.model, plan, config)
-        objection = resources.audits.objection(spelled(choice.method))
-        if objection and not choice.plan.is_exact:
-            choice = Choice(plan.taking(Takes.NOTHING), Full(), (*choice.notes, objection))
-    prompt.plan, prompt.method = choice.plan, choice.method
-    prompt.repair = repair_mark(choice.method)
-    prompt.exact_length = exact_length(prompt, choice.plan)
-    report.notes += [note for note in choice.notes if note not in report.notes]
-    if choice.method != prompt.config.selector():
-        report.method = spelled(choice.method)
+        plan, method, notes = choose(resources.model, plan, config)
+        objection = resources.audits.objection(spelled(method))
+        if objection and not plan.is_exact:
+            plan, method, notes = plan.taking(Takes.NOTHING), Full(), [*notes, objection]
+    prompt.plan, prompt.method, prompt.repair = plan, method, repair_mark(method)
+    prompt.exact_length = exact_length(prompt, plan)
+    report.notes += [note for note in notes if note not in report.notes]
+    if method != config.selector():
+        report.method = spelled(method)
 
 
 def exact_length(prompt: Prefilling, plan: Plan) -> int:
@@ -130,7 +129,6 @@ def compute(
         StoreError: reading failed, and no single KV is known to be the cause.
     """
     resources, tokens, planned = prompt.resources, prompt.tokens, prompt.plan
-    assert planned is not None
     problem = None
     with resources.model.lock, torch.inference_mode():
         # 2) Place cached KV at its positions, in one buffer.
@@ -175,7 +173,6 @@ def follow(prompt: Prefilling, beginning: Beginning) -> None:
     Only for prompts without cached KV behind their beginning, so that nothing has to be repaired.
     """
     plan, report, done = prompt.plan, prompt.report, len(beginning)
-    assert plan is not None
     prompt.begin_with(beginning)
     prompt.exact_length = exact_length(prompt, plan)
     prompt.coverage = Coverage.of(plan.starting_from(beginning.pieces(prompt.tokens.ids)))
@@ -308,14 +305,12 @@ def _leave_out(prompt: Prefilling, loader: LayerLoader | None, problem: StoreErr
             library.shelf.store.delete(library.shelf.key(*failed.source))
             prepare(prompt)
             return
-    assert prompt.plan is not None
     prompt.plan, prompt.method = prompt.plan.taking(Takes.NOTHING), Full()
     prompt.repair, prompt.report.method = "", spelled(prompt.method)
 
 
 def unrepaired(prompt: Prefilling) -> tuple[Placement, ...]:
     """Placements whose KV is in memory and was not changed by a repair, so it can be shared."""
-    assert prompt.plan is not None
     return tuple(
         place
         for place in prompt.plan.placements

@@ -25,9 +25,7 @@ import torch
 from cached_rag.backends.base import Backend
 from cached_rag.backends.machine import profile_key
 from cached_rag.backends.prompt_text import Tokens
-from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.idle import compare
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.resources import Resources
@@ -141,6 +139,8 @@ class Pieces:
 _TEMPLATE_TAIL = 4
 # Tokens of an answer that have memory from the first. Most answers are not longer.
 PAGE = 256
+# The plan of a prompt that was not prepared yet.
+UNPLANNED = Plan((), (), 0)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Prefilling:
     Attributes:
         report: complete when its answer is.
         reading: the result of reading the prompt; None before that.
-        plan: which tokens come from which KV; None before `prefill.prepare`.
+        plan: which tokens come from which KV; `UNPLANNED` before `prefill.prepare`.
         tokens: the prompt's.
         method: the one that was asked for, or what replaces it on this model.
         repair: mark of KV that the method repaired; empty if all KV is what full prefill computes.
@@ -182,7 +182,7 @@ class Prefilling:
     asked: AskedPrompt
     report: Report = field(init=False)
     reading: Reading | None = None
-    plan: Plan | None = None
+    plan: Plan = UNPLANNED
     tokens: Tokens = field(init=False)
     method: Selector = field(init=False)
     repair: str = ""
@@ -211,12 +211,6 @@ class Prefilling:
     def ids(self) -> Ids:
         """(seq_len,) int64, the prompt's tokens."""
         return np.asarray(self.tokens.ids, dtype=np.int64)
-
-    @property
-    def rows(self) -> torch.Tensor:
-        """(num_rows,) int64 slots that were computed in every layer."""
-        assert self.coverage is not None
-        return self.coverage.rows
 
     @property
     def namespace(self) -> str:
@@ -249,7 +243,6 @@ class Prefilling:
         Args:
             answered: how many tokens of the answer there are, of a prompt that was set back.
         """
-        assert self.plan is not None
         if self.plan.positions is not None or self.is_beyond_switch(answered):
             return NOTHING
         kept, wanted = self.resources.sequences, self.ids[:-1]  # the last token is computed
@@ -267,7 +260,7 @@ class Prefilling:
         """Set the KV of the prompt's first tokens that is taken from other prompts."""
         self.beginning = beginning
         self.report.kept_tokens = len(beginning)
-        self.report.kept_repaired_tokens = beginning.num_repaired
+        self.report.kept_repaired_tokens = len(beginning) - beginning.exact_length
 
     def room(self, answered: int = 0) -> int:
         """How many tokens of the answer there is memory for at first; `Scheduler` adds pages."""
@@ -282,7 +275,16 @@ class Prefilling:
         return self.following is not None and not self.following.is_over
 
     def follow(self, token_ids: Sequence[int]) -> torch.Tensor | None:
-        """See `decoding.PrefilledRequest`. The caller holds the model's lock."""
+        """If repair goes on with an answer's last token: compute it, and what it needs.
+
+        The caller holds the model's lock.
+
+        Args:
+            token_ids: the answer's so far.
+
+        Returns:
+            (1, vocab_size) logits after it; None if the token is an ordinary one.
+        """
         if self.following is None or self.following.is_over:
             return None
         assert self.buffer is not None
@@ -302,9 +304,9 @@ class Prefilling:
         done = self.left.done if self.left else None
         return len(self.ids) if done is None else done
 
-    def give_buffer(self) -> None:
-        """Let the next prompt use this one's memory."""
-        if self.buffer is not None:
+    def give_buffer(self, *, is_free: bool = True) -> None:
+        """Let the next prompt use this one's memory, if no other request reads it."""
+        if self.buffer is not None and is_free:
             self.resources.workspace.give(self.buffer)
         self.buffer = None
 
@@ -315,9 +317,9 @@ class Prefilling:
         """
         try:
             if self.buffer is not None:
-                # `Sharing.forget` does not reach a prompt that is in no batch. So its KV is kept
-                # only if the plan says which chunks are in it: they are checked below.
-                is_private = not (self.plan and self.plan.matches)
+                # `Scheduler.forget` does not reach this prompt. So its KV is kept only if the plan
+                # says which chunks are in it: they are checked below.
+                is_private = not self.plan.matches
                 self.leave(RowKV(self.buffer, len(self.tokens)), (), is_private=is_private)
         finally:
             self.give_buffer()
@@ -339,7 +341,6 @@ class Prefilling:
             first_logits: (vocab_size,) of the answer's first token, to be audited.
         """
         plan, learning, sequences = self.plan, self.resources.learning, self.resources.sequences
-        assert plan is not None
         is_private = is_private or self.is_beyond_switch(len(answer))
         if (states := kv.own.states) is not None:
             kv.own.snapshots[states.length] = states
@@ -354,8 +355,9 @@ class Prefilling:
             settled = max(self.exact_length, len(self.beginning))  # a chat goes on from its own
             self.resources.settling.see(learning, self.namespace, self.ids, plan, settled)
         if first_logits is not None and learning.write_back is not None:
-            ids = self.ids[None]
-            audit = partial(_audit, self.resources, spelled(self.method), ids, first_logits)
+            model, ids = self.resources.model, torch.from_numpy(self.ids[None])
+            compare = self.resources.audits.compare
+            audit = partial(compare, spelled(self.method), model, ids, first_logits)
             learning.write_back.offer(("audit", id(first_logits)), audit, lasts=False)
 
     def _prompt_kv(self, plan: Plan, kv: RowKV, answered: Sequence[int]) -> PromptKV:
@@ -375,7 +377,6 @@ class Prefilling:
         That is before the chunk in which they part: others that have the same chunks before it part
         from it elsewhere.
         """
-        assert self.plan is not None
         ends = [end for _, end in self.plan.chunks]
         before = [end for end in ends if end <= common]
         return before[-1] if before and len(before) < len(ends) else common
@@ -390,10 +391,3 @@ class Prefilling:
         tail = self.ids[-_TEMPLATE_TAIL:].tolist()
         begins = [at for at, token in enumerate(tail) if token in controls]
         return len(self.ids) - (len(tail) - begins[0] if begins else min(1, len(tail)))
-
-
-def _audit(resources: Resources, method: str, ids: Ids, logits: torch.Tensor) -> None:
-    """Compare a prompt's first logits with full prefill's, and note what came of it."""
-    model, prompt = resources.model, torch.from_numpy(ids)
-    kl, agrees = on_model_thread(lambda: compare(model, prompt, logits))
-    resources.audits.note(method, kl, agrees=agrees)

@@ -12,9 +12,10 @@ import torch
 from cached_rag.backends.base import StepInput
 from cached_rag.engine.decoding import Decoding
 from cached_rag.engine.drafts import DEAREST, MOST, Drafts
-from cached_rag.engine.prompt import PAGE, Prefilling
+from cached_rag.engine.prompt import PAGE, UNPLANNED, Prefilling
 from cached_rag.engine.report import Report
 from cached_rag.engine.sharing import NOTHING, RunningSequence
+from cached_rag.kv.rows import RowKV
 from cached_rag.library.sequences import where
 
 # What a request delivers: a piece of text; at the end None, or the error that ended it.
@@ -47,7 +48,7 @@ class Request:
         is_wanted: whether anybody still waits for the answer.
         sequence: the prompt as others may share it, while it runs in the scheduler's batch.
         is_adopted: others were offered its KV.
-        is_private: as in `RunningSequence`, of one that was set back.
+        is_private: the prompt contains a text that was forgotten: no other may use its KV.
         pending: tokens whose KV is still to be computed: the rest of the prompt (`prompt.left` says
             where these stand, if they do not follow those that have KV), or the answer's last
             token.
@@ -88,18 +89,21 @@ class Request:
         return reasons.get(self.status, self.decoding.finish_reason)
 
     @property
+    def kv(self) -> RowKV:
+        """The prompt's and the answer's, while it runs."""
+        assert self.sequence is not None
+        return self.sequence.kv
+
+    @property
     def is_beyond_switch(self) -> bool:
         """See `Prefilling.is_beyond_switch`."""
         return self.prompt.is_beyond_switch(len(self.decoding.token_ids))
 
     def as_sequence(self) -> RunningSequence:
         """The prompt as others may share it; `Sharing` adds its KV."""
-        matches = self.prompt.plan.matches if self.prompt.plan else ()
-        private = self.is_private or self.is_beyond_switch
-        parts = frozenset(match.chunk.text_digest for match in matches)
-        prompt = self.prompt
+        prompt, private = self.prompt, self.is_private or self.is_beyond_switch
         return RunningSequence(
-            prompt.namespace, prompt.ids, prompt.exact_length, parts, is_private=private
+            prompt.namespace, prompt.ids, prompt.exact_length, is_private=private
         )
 
     @property
@@ -110,7 +114,6 @@ class Request:
     def see_to_audit(self) -> None:
         """Have the first logits audited, if they may differ from full prefill's and it is time."""
         prompt = self.prompt
-        assert prompt.plan is not None
         is_exact = prompt.exact_length >= len(prompt.tokens)
         if not is_exact and prompt.plan.positions is None:
             self.is_audited = prompt.resources.audits.is_due()
@@ -118,7 +121,6 @@ class Request:
     def begin_answer(self) -> None:
         """Set the prompt that is answered, before the first token is taken."""
         plan, config = self.prompt.plan, self.prompt.config
-        assert plan is not None
         if self.decoding.token_ids:  # it was set back, and goes on
             return
         self.decoding.begin(self.prompt.tokens.ids)
@@ -141,8 +143,7 @@ class Request:
 
         A page is as large as the answer so far, so that long answers are in few pages.
         """
-        assert self.sequence is not None
-        kv, answered = self.sequence.kv, len(self.decoding.token_ids)
+        kv, answered = self.kv, len(self.decoding.token_ids)
         if kv.at(kv.length + len(self.pending) + len(self.draft)) <= kv.own.capacity:
             return 0
         most = len(self.prompt.ids) + self.prompt.config.max_tokens
@@ -161,8 +162,7 @@ class Request:
 
         Logits are wanted if no tokens are pending then.
         """
-        assert self.sequence is not None
-        kv, left, drafted = self.sequence.kv, self.prompt.left, len(self.draft)
+        kv, left, drafted = self.kv, self.prompt.left, len(self.draft)
         num_logits = 1 + drafted if count == len(self.pending) else 0
         if left is not None:
             slots = left.slots[:count]
@@ -171,9 +171,8 @@ class Request:
 
     def computed(self, count: int) -> None:
         """Note that the step for `step_input` was made; drafted tokens are not accepted yet."""
-        assert self.sequence is not None
         del self.pending[:count]
-        kv, left = self.sequence.kv, self.prompt.left
+        kv, left = self.kv, self.prompt.left
         kv.length -= len(self.draft)
         if left is not None:
             del left.slots[:count]
@@ -187,12 +186,11 @@ class Request:
         Args:
             logits: (1 + len(draft), vocab_size).
         """
-        assert self.sequence is not None
-        kv, drafted = self.sequence.kv, len(self.draft)
+        drafted = len(self.draft)
         if self.is_audited and not self.decoding.token_ids:
             self.first_logits = logits[0].clone()
         text, accepted = self.decoding.take_drafted(logits, self.draft)
-        kv.length += accepted
+        self.kv.length += accepted
         self.report.drafted_tokens += drafted
         self.report.accepted_tokens += accepted
         if self.drafts is not None:
@@ -202,9 +200,8 @@ class Request:
 
     def note_sharing(self) -> None:
         """Report how much KV is shared, and give the prompt's buffer back if it was replaced."""
-        assert self.sequence is not None
-        own, prompt = self.sequence.kv.own, self.prompt
-        if shared := self.sequence.num_shared:
+        own, prompt = self.kv.own, self.prompt
+        if shared := sum(len(run) for run in self.kv.runs if run.buffer is not own):
             self.report.kv_bytes = own.nbytes
             self.report.shared_kv_bytes = shared * prompt.resources.model.shapes.bytes_per_token
         if own is not prompt.buffer:
@@ -217,23 +214,19 @@ class Request:
             is_free: no other request reads the buffer.
         """
         self.status, self.pending, self.draft = Status.WAITING, [], []
-        self.is_private = self.sequence is not None and self.sequence.is_private
-        self._let_go_of_buffer(is_free=is_free)
+        self.prompt.give_buffer(is_free=is_free)
         self.sequence = self.prompt.left = self.prompt.following = None
         self.prompt.beginning, self.is_adopted = NOTHING, False
-
-    def _let_go_of_buffer(self, *, is_free: bool) -> None:
-        if is_free:
-            self.prompt.give_buffer()
-        self.prompt.buffer = None
 
     def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
         """If the prompt contains a text, or a part of it, let no other prompt use its KV."""
         plan = self.prompt.plan
-        if plan is not None and namespace == self.prompt.namespace:
+        if plan is not UNPLANNED and namespace == self.prompt.namespace:
             wanted = np.asarray(token_ids, dtype=np.int64)
             named = any(match.chunk.text_digest == text_digest for match in plan.matches)
             self.is_private = self.is_private or named or bool(where(self.prompt.ids, wanted))
+            if self.sequence is not None:
+                self.sequence.is_private |= self.is_private
 
     def release(self, *, is_free: bool) -> None:
         """Keep a copy of the KV that may serve later prompts, and release the rest.
@@ -249,11 +242,11 @@ class Request:
                 self.prompt.leave(
                     sequence.kv,
                     self.decoding.token_ids,
-                    is_private=sequence.is_private,
+                    is_private=self.is_private,
                     first_logits=logits,
                 )
         finally:
-            self._let_go_of_buffer(is_free=is_free)
+            self.prompt.give_buffer(is_free=is_free)
             self.sequence = None
             self.prompt.resources.activity.end(self.prompt)
 

@@ -26,7 +26,6 @@ from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.holdings import FOLDER
 from cached_rag.kv.kept import KeptPrompts
 from cached_rag.kv.remote import Link, RemoteTier
-from cached_rag.kv.wire import Sizes
 from cached_rag.library.archive import PromptArchive
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.learning import Activity, Learning, WriteBack
@@ -76,24 +75,22 @@ class Resources:
             shared: another tenant's, of the same model; None for the first.
         """
         activity = shared.activity if shared else Activity()
-        kept = settings.sequence_bytes or 0
-        if shared is None:
-            archive = _archive(model, settings, activity)
-            sequences = Sequences(kept, keeps_repaired=settings.keeps_repaired, disk=archive)
-            settling = Settling(model, sequences, is_on=settings.settle)
-        else:
-            archive, sequences, settling = shared.archive, shared.sequences, shared.settling
+        learning = Learning(encoder, settings, activity)
+        if shared is not None:
+            return replace(shared, tokenization=tokenization, library=library, learning=learning)
+        kept, archive = settings.sequence_bytes or 0, _archive(model, settings, activity)
+        sequences = Sequences(kept, keeps_repaired=settings.keeps_repaired, disk=archive)
         return cls(
             model,
             tokenization,
             library,
-            Learning(encoder, settings, activity),
+            learning,
             archive,
             sequences,
-            shared.workspace if shared else Workspace(model.shapes),
+            Workspace(model.shapes),
             activity,
-            shared.audits if shared else Audits(settings.audit_rate, settings.audit_limit),
-            settling,
+            Audits(settings.audit_rate, settings.audit_limit),
+            Settling(model, sequences, is_on=settings.settle),
         )
 
 
@@ -166,11 +163,6 @@ def refusal(profile: Profile, link: Link, tokens: int) -> str:
         f"KV of {tokens} tokens would take {loading * 1000:.0f} ms from the remote store, and "
         f"{computing * 1000:.0f} ms to compute, so it is computed"
     )
-
-
-def sizes_of(model: Backend) -> Sizes:
-    """What KV and heads of a model look like, for checking those that come from elsewhere."""
-    return Sizes(model.shapes, model.context_length, model.vocab_size)
 
 
 def load_backend(

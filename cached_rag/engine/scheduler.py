@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ from cached_rag.backends.base import Backend
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
 from cached_rag.engine.batch import Batch, Work
+from cached_rag.engine.prompt import UNPLANNED
 from cached_rag.engine.request import Request, Status
 from cached_rag.engine.sharing import Beginning
 from cached_rag.engine.waiting import Waiting
@@ -44,7 +45,8 @@ class Scheduler:
         self._turning = threading.Lock()
         self._cancelled: deque[Request] = deque()
         self._forgotten: deque[tuple[Sequences, str, str, Sequence[int]]] = deque()
-        self._driver = Driver(self.turn, self._fail_all)
+        self._driving = threading.Lock()
+        self._driven: set[Request] = set()  # those whose answers the model's thread makes
 
     @property
     def num_running(self) -> int:
@@ -82,26 +84,26 @@ class Scheduler:
             self._open.discard(request)
             raise
 
-    def read(self, request: Request, *, is_driven: bool) -> None:
+    def read(self, request: Request) -> None:
         """Read a queued request's prompt, on this thread. An error ends the request.
 
-        Args:
-            is_driven: the model's thread makes the answer; else whoever waits for it calls `turn`.
+        The model's thread then makes the answer; but where the model may compute on this thread,
+        whoever waits for the answer calls `turn`.
         """
-        try:
+        with self._failing(request):
             if request.is_wanted:
                 prefill.read(request.prompt)
-        except BaseException as error:
-            self._finish(request, Status.FAILED, error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        if is_driven:
-            self.drive(request)
+            if not model_thread.is_here():
+                self.drive(request)
 
     def drive(self, request: Request) -> None:
-        """Have the model's thread make this request's answer from now on."""
-        self._driver.add(request)
+        """Have the model's thread make this request's answer from now on, unless it is over."""
+        with self._driving:
+            if request.status.is_over:
+                return
+            if not self._driven:
+                model_thread.submit(self._drive)
+            self._driven.add(request)
 
     def cancel(self, request: Request) -> None:
         """End a request before its next token.
@@ -158,11 +160,11 @@ class Scheduler:
             request = self._waiting.first()
             if request is None:
                 break
-            try:
+            with self._failing(request):
                 if not request.is_wanted:
                     self._finish(request, Status.CANCELLED)
                     continue
-                if request.prompt.plan is None:  # once, however often there is no room yet
+                if request.prompt.plan is UNPLANNED:  # once, however often there is no room yet
                     prefill.prepare(request.prompt)
                     request.see_to_audit()
                 beginning = self._batch.beginning(request)
@@ -170,11 +172,17 @@ class Scheduler:
                     break
                 self._waiting.admit(request)
                 computed += self._start(request, beginning)
-            except BaseException as error:
-                self._finish(request, Status.FAILED, error)
-                if not isinstance(error, Exception):
-                    raise
         return computed
+
+    @contextlib.contextmanager
+    def _failing(self, request: Request) -> Iterator[None]:
+        """An error in here ends the request; an interrupt goes on besides."""
+        try:
+            yield
+        except BaseException as error:
+            self._finish(request, Status.FAILED, error)
+            if not isinstance(error, Exception):
+                raise
 
     def _start(self, request: Request, beginning: Beginning) -> int:
         """Begin a request's answer; returns how many prompt tokens that computed."""
@@ -241,35 +249,26 @@ class Scheduler:
         Args:
             logits: (1 + len(request.draft), vocab_size).
         """
-        try:
+        report, clock = request.report, request.prompt.asked.clock
+        with self._failing(request):
             self._batch.share(request)
             piece = request.take(logits)
-        except BaseException as error:
-            self._finish(request, Status.FAILED, error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        if request.status is not Status.ANSWERING:
             request.status = Status.ANSWERING
-            request.report.ttft_ms = request.report.ttft_ms or request.prompt.asked.clock.total()
-        if piece:
-            request.deliver(piece)
-        if request.decoding.finish_reason:
-            self._finish(request, Status.FINISHED)
+            report.ttft_ms = report.ttft_ms or clock.total()
+            if piece:
+                request.deliver(piece)
+            if request.decoding.finish_reason:
+                self._finish(request, Status.FINISHED)
 
     def _follow(self, request: Request) -> None:
         """Compute an answer's last token, and what it needs of the prompt; take the next one."""
-        try:
+        with self._failing(request):
             logits = self._followed(request, request.decoding.token_ids)
             request.pending = []
-        except Exception as error:
-            self._finish(request, Status.FAILED, error)
-        else:
             self._take(request, logits)
 
     def _followed(self, request: Request, token_ids: Sequence[int]) -> torch.Tensor:
         """(1, vocab_size) logits after the last of an answer's tokens, which is followed."""
-        assert request.sequence is not None
         try:
             with self._model.lock:
                 logits = request.prompt.follow(token_ids)
@@ -277,7 +276,7 @@ class Scheduler:
             request.prompt.repair = ""  # some layers may be missing of it, so it is not kept
             raise
         assert logits is not None
-        request.sequence.kv.length += 1
+        request.kv.length += 1
         return logits
 
     def _go_on(self, request: Request, answer: list[int]) -> None:
@@ -313,6 +312,18 @@ class Scheduler:
 
     # Failing and sweeping --------------------------------------------------------------------
 
+    def _drive(self) -> None:
+        """Make one turn, and queue the next; in between the model's thread is free for others."""
+        try:
+            self.turn()
+        except BaseException as error:  # else whoever waits for an answer would wait forever
+            _log.exception("a turn failed; all requests fail with it")
+            self._fail_all(error)
+        with self._driving:
+            self._driven = {request for request in self._driven if not request.status.is_over}
+            if self._driven:
+                model_thread.submit(self._drive)
+
     def _fail_all(self, error: BaseException) -> None:
         with self._turning:
             # A request that comes meanwhile is not to blame, so the list is made first.
@@ -324,8 +335,7 @@ class Scheduler:
         """Do what `forget` and `cancel` have asked for."""
         while self._forgotten:
             kept, namespace, text_digest, token_ids = self._forgotten.popleft()
-            self._batch.forget(namespace, text_digest, token_ids)
-            for request in self._waiting:  # those that were set back
+            for request in (*self._batch, *self._waiting):  # of these, those that were set back
                 request.forget(namespace, text_digest, token_ids)
             try:
                 kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
@@ -341,45 +351,3 @@ class Scheduler:
                 self._sweep()
             finally:
                 self._turning.release()
-
-
-_log = logging.getLogger(__name__)
-
-
-class Driver:
-    """Makes turns on the model's thread while it has requests that are not over."""
-
-    def __init__(
-        self, turn: Callable[[], object], fail_all: Callable[[BaseException], object]
-    ) -> None:
-        """Drive nothing yet.
-
-        Args:
-            turn: makes one turn.
-            fail_all: ends all requests, if a turn failed as a whole.
-        """
-        self._turn, self._fail_all = turn, fail_all
-        self._lock = threading.Lock()
-        self._driven: set[Request] = set()
-        self._is_driving = False
-
-    def add(self, request: Request) -> None:
-        """Make this request's answer from now on."""
-        with self._lock:
-            self._driven.add(request)
-            if not self._is_driving:
-                self._is_driving = True
-                model_thread.submit(self._drive)
-
-    def _drive(self) -> None:
-        """Make one turn, and queue the next; in between the thread is free for other work."""
-        try:
-            self._turn()
-        except BaseException as error:  # else whoever waits for an answer would wait forever
-            _log.exception("a turn failed; all requests fail with it")
-            self._fail_all(error)
-        with self._lock:
-            self._driven = {request for request in self._driven if not request.status.is_over}
-            self._is_driving = bool(self._driven)
-            if self._is_driving:
-                model_thread.submit(self._drive)

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
 from cached_rag.kv.layers import KVShapes, stacks_of
 from cached_rag.kv.rows import RowKV, Run, SlabRow, Slabs
 from cached_rag.library.plan import Placement
-from cached_rag.library.sequences import MIN_SHARED, Ids, common, where
+from cached_rag.library.sequences import MIN_SHARED, Ids, common
 
 _Name = tuple[int, int, int]
 
@@ -38,11 +36,6 @@ class Beginning:
 
     def __len__(self) -> int:
         return sum(map(len, self.runs))
-
-    @property
-    def num_repaired(self) -> int:
-        """Number of its tokens that a method may have repaired: those that are not exact."""
-        return len(self) - self.exact_length
 
     def pieces(self, ids: Sequence[int]) -> list[ModuleKV]:
         """The same KV as views, one for each run, to be placed at a prompt's beginning.
@@ -65,13 +58,10 @@ class RunningSequence:
         ids: (seq_len,) int64, the prompt's tokens.
         exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
             computes.
-        parts: digests of the texts that it has, or parts of.
         kv: the KV of the prompt and of its answer. While the prompt is prefilled, `kv.length` is
             the number of tokens, from the first, whose KV is final.
-        chunks: (first slot, slot after the last) of each chunk that is not repaired, by the name
-            that `_name` gives it.
-        held: the chunks' KV. A name contains an address, which must not be used for other KV as
-            long as the name is known.
+        chunks: those that are not repaired, by the name that `_name` gives them. A name contains
+            the address of the KV, which is held here, so that no other KV comes to have it.
         taken: KV of other prompts that `adopt` will share; until then it must not be freed.
         is_private: the prompt contains a text that was forgotten, so no other prompt may use its
             KV any more.
@@ -80,17 +70,10 @@ class RunningSequence:
     namespace: str
     ids: Ids
     exact_length: int
-    parts: frozenset[str] = frozenset()
     kv: RowKV = field(init=False)
-    chunks: dict[_Name, tuple[int, int]] = field(default_factory=dict)
-    held: tuple[ModuleKV, ...] = ()
+    chunks: dict[_Name, Placement] = field(default_factory=dict)
     taken: tuple[Run, ...] = ()
     is_private: bool = False
-
-    @property
-    def num_shared(self) -> int:
-        """Number of tokens whose KV lies in buffers that other prompts use too."""
-        return sum(len(run) for run in self.kv.runs if run.buffer is not self.kv.own)
 
     def buffers(self) -> Iterator[KVBuffer]:
         """All buffers that must not be used for other KV."""
@@ -106,7 +89,7 @@ class Sharing:
     """
 
     def __init__(self, shapes: KVShapes, *, shares: bool = True) -> None:
-        self._shapes, self._shares = shapes, shares
+        self._shares = shares
         self._sequences: list[RunningSequence] = []
         self._slabs = Slabs(shapes)
 
@@ -139,10 +122,6 @@ class Sharing:
     def cost(self, beginning: Beginning, count: int) -> int:
         """Bytes that `begin` would take for a prompt with room for `count` tokens in all."""
         return self._slabs.cost(count - sum(map(len, self._common_runs(beginning.runs))))
-
-    def extend(self, sequence: RunningSequence, count: int) -> None:
-        """Give a sequence room for `count` tokens more, in a buffer (a page) that it goes on in."""
-        sequence.kv.goes_on_in(KVBuffer.like(self._shapes, count))
 
     def _running_beginning(self, namespace: str, wanted: Ids) -> tuple[Beginning, int]:
         """The longest KV of a beginning in a running prompt, and how long it will become."""
@@ -218,9 +197,7 @@ class Sharing:
         if shared and id(whole) not in others:
             own = self._slabs.take(count - sum(map(len, shared)) + room)
             sequence.kv = sequence.kv.moved(shared, own)
-        sequence.taken = ()
-        sequence.chunks = {name: (place.begin, place.end) for name, place in named.items()}
-        sequence.held = tuple(p.kv for p in named.values() if isinstance(p.kv, ModuleKV))
+        sequence.taken, sequence.chunks = (), named
 
     def leave(self, sequence: RunningSequence, buffer: KVBuffer | None) -> bool:
         """Remove a prompt whose answer is over.
@@ -235,18 +212,6 @@ class Sharing:
                 self._slabs.give(one)
         self._slabs.drop_idle()
         return id(buffer) not in used
-
-    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
-        """Share no more KV of those running prompts of a tenant that contain a text.
-
-        Args:
-            text_digest, token_ids: see `Sequences.forget`.
-        """
-        wanted = np.asarray(token_ids, dtype=np.int64)
-        for sequence in self._sequences:
-            has = text_digest in sequence.parts or where(sequence.ids, wanted)
-            if sequence.namespace == namespace and has:
-                sequence.is_private = True
 
     def _common_runs(self, runs: Sequence[Run]) -> list[Run]:
         """The runs that running prompts use, if they are long enough to be shared.
@@ -264,10 +229,9 @@ class Sharing:
             if place.begin < done:
                 continue
             for sequence in self._sequences:
-                if name in sequence.chunks:
-                    first, last = sequence.chunks[name]
-                    moved = place.begin - first
-                    for run in sequence.kv.cut(first, last):
+                if (there := sequence.chunks.get(name)) is not None:
+                    moved = place.begin - there.begin
+                    for run in sequence.kv.cut(there.begin, there.end):
                         _join(found, Run(run.buffer, run.begin, run.end, run.slot + moved))
                     break
         return [run for run in found if len(run) >= MIN_SHARED]

@@ -29,28 +29,19 @@ _ONE_WAY = (
 _LONG = 100_000
 
 
-class Readers:
-    """Threads that read the prompts of event loops, so that no loop is blocked.
-
-    Long prompts have a thread of their own, so short ones never wait for them.
-    """
-
-    def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(2, "read")
-        self._long = ThreadPoolExecutor(1, "read-long")
-
-    def submit(self, read: partial[None], size: int) -> None:
-        """Call `read` on a thread; `size` is the prompt's length in characters."""
-        (self._long if size > _LONG else self._short).submit(read)
-
-    def forget(self) -> None:
-        """Start new threads in a forked child, which does not have those of its parent."""
-        self.__dict__.update(Readers().__dict__)
+# Threads that read the prompts of event loops, so that no loop is blocked: of short prompts, and
+# of long ones, for which short ones so never wait.
+_READERS: list[ThreadPoolExecutor] = []
 
 
-_READERS = Readers()
+def _start_readers() -> None:
+    """Also in a forked child, which does not have the threads of its parent."""
+    _READERS[:] = ThreadPoolExecutor(2, "read"), ThreadPoolExecutor(1, "read-long")
+
+
+_start_readers()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_READERS.forget)
+    os.register_at_fork(after_in_child=_start_readers)
 
 
 class Stream(Iterator[str]):
@@ -67,7 +58,6 @@ class Stream(Iterator[str]):
         request.deliver = self._items.put
         self._taking = threading.Lock()
         self._is_started = self._is_over = False
-        self._is_driven = True
         self._is_async = False
 
     @property
@@ -108,10 +98,10 @@ class Stream(Iterator[str]):
             BusyError: too many requests wait already.
         """
         if not self._is_started:
-            self._start(is_driven=not model_thread.is_here())
+            self._start()
 
-    def _start(self, *, is_driven: bool) -> None:
-        self._is_started, self._is_driven = True, is_driven
+    def _start(self) -> None:
+        self._is_started = True
         if not self._request.is_wanted:
             self._request.finish(Status.CANCELLED, None)
             return
@@ -120,9 +110,11 @@ class Stream(Iterator[str]):
         except BaseException as error:
             self._request.finish(Status.FAILED, error)  # whoever takes a piece later gets it, too
             raise
-        read = partial(self._scheduler.read, self._request, is_driven=is_driven)
+        read = partial(self._scheduler.read, self._request)
         if self._is_async:  # a loop has other things to do meanwhile
-            _READERS.submit(read, len(self._request.prompt.asked.planner.text))
+            short, long = _READERS
+            text = self._request.prompt.asked.planner.text
+            (long if len(text) > _LONG else short).submit(read)
         else:
             read()
 
@@ -136,10 +128,8 @@ class Stream(Iterator[str]):
             return self._checked(self._next_item())
 
     def _next_item(self) -> Item:
-        if not self._is_driven and not model_thread.is_here():
-            self._is_driven = True
-            self._scheduler.drive(self._request)
-        if self._is_driven:
+        if not model_thread.is_here():
+            self._scheduler.drive(self._request)  # if it was begun where the model may compute
             return self._items.get()
         while True:
             with suppress(queue.Empty):
@@ -195,7 +185,7 @@ class Stream(Iterator[str]):
                 loop.call_soon_threadsafe(items.put_nowait, item)
 
         self._request.deliver = deliver
-        self._start(is_driven=True)
+        self._start()
         try:
             while isinstance(item := await items.get(), str):
                 yield item

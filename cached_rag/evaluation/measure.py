@@ -17,8 +17,9 @@ import torch
 from cached_rag.backends.prompt_text import Message
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.decoding import PrefilledRequest, answer_alone
+from cached_rag.engine.decoding import answer_alone
 from cached_rag.engine.engine import Engine
+from cached_rag.engine.prompt import Prefilling
 from cached_rag.engine.report import Clock
 from cached_rag.errors import EvaluationError, needs_extra
 from cached_rag.evaluation.timing import check_prompts_are_new
@@ -92,7 +93,7 @@ def read(
 
 @torch.inference_mode()
 def _told(
-    engine: Engine, prefill: PrefilledRequest, text: str, config: GenerationConfig
+    engine: Engine, prefill: Prefilling, text: str, config: GenerationConfig
 ) -> tuple[float, torch.Tensor] | None:
     """How likely a prefilled prompt makes an answer, which the model is told (teacher forcing).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,8 +16,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from cached_rag import __version__
+from cached_rag.errors import CachedRAGError
 from cached_rag.server import ServerConfig
-from cached_rag.server.endings import Endings, NoSuchModelError, described, event, handle_errors
+from cached_rag.server.endings import Endings, NoSuchModelError, described, event, failed
+from cached_rag.server.forms import Json
 from cached_rag.server.gate import LOCAL_HOSTS, Gate, Keys
 from cached_rag.server.index import ServedIndex
 from cached_rag.server.protocol import (
@@ -33,9 +34,6 @@ from cached_rag.server.tenants import Documents
 
 # How often to look whether a client that waits for a whole response is still there.
 _LOOK_SECONDS = 0.25
-# A browser asks so before a public page reaches into a private network, which others refuse to
-# answer; starlette before 0.51 does not know the question.
-_PRIVATE = "allow_private_network"
 _UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
@@ -78,16 +76,15 @@ def create_app(
     )
     app.add_middleware(Endings, metrics=service.metrics)  # outside of the gate
     if config.cors_origin:  # outermost: a browser asks without a key whether it may ask
-        knows_private = _PRIVATE in inspect.signature(CORSMiddleware).parameters
-        private: dict[str, Any] = {_PRIVATE: True} if knows_private else {}
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(config.cors_origin),
             allow_methods=["*"],
             allow_headers=["*"],
-            **private,
+            allow_private_network=True,  # a browser asks so before a public page reaches into it
         )
-    handle_errors(app)
+    for kind in (HTTPException, RequestValidationError, ValidationError, CachedRAGError):
+        app.add_exception_handler(kind, failed)
     _add_answers(app, service)
     _add_documents(app, Documents(service.tenants))
     _add_embeddings(app, service.index)
@@ -101,18 +98,23 @@ async def _asking(request: Request) -> str:
 
 
 Tenant = Annotated[str, Depends(_asking)]
+# Makes events of an answer's chunks.
+Told = Callable[[AsyncIterator[Json]], AsyncIterator[str]]
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
     async def answer(
-        request: Request, asked_for: ChatRequest | CompletionRequest, tenant: str
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        tenant: str,
+        told: Told = _chunks,
+        whole: Callable[[Json], Json] = lambda found: found,
     ) -> Response:
-        is_chat = isinstance(asked_for, ChatRequest)
-        _check_model(service, asked_for.model, tenant, may_be_index=is_chat)
-        asked = await asyncio.to_thread(service.ask, asked_for, tenant)
-        if asked_for.stream:
-            return await _streamed(request, service, asked, _chunks)
-        return JSONResponse(await _while_waited_for(request, service.answer(asked)))
+        _check_model(service, body.model, tenant, may_be_index=isinstance(body, ChatRequest))
+        asked = await asyncio.to_thread(service.ask, body, tenant)
+        if body.stream:
+            return await _streamed(request, service, asked, told)
+        return JSONResponse(whole(await _while_waited_for(request, service.answer(asked))))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest, tenant: Tenant) -> Response:
@@ -127,84 +129,57 @@ def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def respond(request: Request, body: ResponsesRequest, tenant: Tenant) -> Response:
         """OpenAI's responses; none is kept."""
-        try:
-            chat, reply = body.chat(), Reply(body)
-        except ValidationError as error:
-            raise RequestValidationError(error.errors()) from error
-        _check_model(service, chat.model, tenant)
-        asked = await asyncio.to_thread(service.ask, chat, tenant)
-        if chat.stream:
-            return await _streamed(request, service, asked, reply.events)
-        return JSONResponse(reply.whole(await _while_waited_for(request, service.answer(asked))))
+        reply = Reply(body)
+        return await answer(request, body.chat(), tenant, reply.events, reply.whole)
 
 
-def _names(service: Service, tenant: str) -> list[str]:
-    """Of the model, and of the index for requests of no tenant: its documents are nobody else's."""
-    index = None if tenant else service.index
-    return [service.name] if index is None else [service.name, index.name]
-
-
-def _embedding_names(service: Service, tenant: str) -> list[str]:
-    """Of the embedding model, where there is one for requests of this tenant."""
-    return [] if tenant or service.index is None else [service.index.embedding]
+def _names(service: Service, tenant: str) -> tuple[list[str], list[str]]:
+    """Of models that answer, and that embed; to a tenant, nothing is the index's."""
+    if tenant or service.index is None:
+        return [service.name], []
+    return [service.name, service.index.name], [service.index.embedding]
 
 
 def _check_model(
     service: Service, name: str, tenant: str = "", *, may_be_index: bool = True
 ) -> None:
-    names = _names(service, tenant) if may_be_index else [service.name]
+    answering, embedding = _names(service, tenant)
+    names = answering if may_be_index else [service.name]
     if name not in names:
         known = " or ".join(map(repr, names))
-        if name in _embedding_names(service, tenant):
+        if name in embedding:
             raise NoSuchModelError(
                 f"the model {name!r} answers nothing, it embeds (POST /v1/embeddings); ask {known}"
             )
         raise NoSuchModelError(f"no model {name!r} here; it is {known}")
 
 
-async def _chunks(chunks: AsyncIterator[Any]) -> AsyncIterator[str]:
+async def _chunks(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
     async for chunk in chunks:
         yield event(json.dumps(chunk))
     yield event("[DONE]")
 
 
-async def _streamed(
-    request: Request,
-    service: Service,
-    asked: Asked,
-    told: Callable[[AsyncIterator[Any]], AsyncIterator[str]],
-) -> Response:
-    """Server-sent events. Begins with the first one, so that an error before it has its status.
-
-    Args:
-        told: makes events of an answer's chunks.
-    """
-    chunks = service.chunks(asked)
-
-    async def begin() -> dict[str, Any]:
-        return await anext(chunks)
-
+async def _streamed(request: Request, service: Service, asked: Asked, told: Told) -> Response:
+    """Server-sent events. Begins with the first one, so that an error before it has its status."""
+    events = told(service.chunks(asked))
     try:
-        first = await _while_waited_for(request, begin())
+        first = await _while_waited_for(request, anext(events))
     except BaseException:
         service.finish(asked)
         raise
 
-    async def every() -> AsyncIterator[Any]:
-        yield first
-        async for chunk in chunks:
-            yield chunk
-
-    async def events() -> AsyncIterator[str]:
+    async def every() -> AsyncIterator[str]:
         try:
-            async for line in told(every()):
+            yield first
+            async for line in events:
                 yield line
         except Exception as error:
             yield event(json.dumps(described(error)[1]))
         finally:
             service.finish(asked)
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers=_UNBUFFERED)
+    return StreamingResponse(every(), media_type="text/event-stream", headers=_UNBUFFERED)
 
 
 async def _while_waited_for(request: Request, answer: Awaitable[Any]) -> Any:
@@ -262,14 +237,14 @@ def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models(tenant: Tenant) -> dict[str, Any]:
         """The model; if there is an index, this under its own name, and its embedding model."""
-        names = [*_names(service, tenant), *_embedding_names(service, tenant)]
-        data = [_about(service, name) for name in names]
+        answering, embedding = _names(service, tenant)
+        data = [_about(service, name) for name in (*answering, *embedding)]
         return {"object": "list", "data": data}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, tenant: Tenant) -> dict[str, Any]:
         """A model by name."""
-        if name not in _embedding_names(service, tenant):
+        if name not in _names(service, tenant)[1]:
             _check_model(service, name, tenant)
         return _about(service, name)
 

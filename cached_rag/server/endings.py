@@ -14,13 +14,15 @@ import logging
 import math
 import re
 import uuid
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,7 +30,6 @@ from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import (
     BusyError,
-    CachedRAGError,
     ConfigError,
     ContextOverflowError,
     MissingPackageError,
@@ -68,6 +69,10 @@ class NoSuchModelError(HTTPException):
 
 def described(error: BaseException) -> tuple[int, Json]:
     """Status and body of the response to an error; what the client did not cause is logged."""
+    if isinstance(error, RequestValidationError | ValidationError):
+        errors: Sequence[Any] = error.errors()
+        says = "; ".join(dict.fromkeys(map(_said, errors[:3])))
+        return 400, failure(says, "invalid_request_error", param=_field(errors[0]))
     if isinstance(error, NoSuchModelError):
         code = "model_not_found"
         return 404, failure(str(error.detail), "invalid_request_error", code, "model")
@@ -99,19 +104,9 @@ def response_to(error: BaseException) -> JSONResponse:
     return JSONResponse(content, status, _AGAIN.get(status, {}) | headers)
 
 
-def handle_errors(app: FastAPI) -> None:
-    """Have an application's paths answer their errors like this."""
-
-    @app.exception_handler(HTTPException)
-    @app.exception_handler(CachedRAGError)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return response_to(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        errors = error.errors()
-        says = "; ".join(dict.fromkeys(map(_said, errors[:3])))
-        return JSONResponse(failure(says, "invalid_request_error", param=_field(errors[0])), 400)
+async def failed(_: Request, error: Exception) -> JSONResponse:
+    """The same, as a handler of an application's errors."""
+    return response_to(error)
 
 
 def _said(error: dict[str, Any]) -> str:

@@ -66,11 +66,6 @@ class Function(Strict):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        found = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {name: value for name, value in found.items() if value is not None}
-
 
 class Tool(Strict):
     """A tool; only functions are known."""
@@ -92,7 +87,7 @@ class Tool(Strict):
 
     def plain(self) -> dict[str, Any]:
         """As chat templates take it."""
-        return {"type": "function", "function": self.function.plain()}
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
 
 
 class _Named(Strict):
@@ -112,31 +107,6 @@ class NamedChoice(Strict):
 
     type: Literal["function"]
     function: _Named
-
-
-class _KnownForm(Strict):
-    name: str
-
-
-class _OfTheTools(Strict):
-    type: Literal["function"]
-    function: _KnownForm
-
-
-class _Allowed(Strict):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[_OfTheTools], pydantic.Field(max_length=_MOST_TOOLS)]
-
-
-class AllowedChoice(Strict):
-    """The choice among some of the tools."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: _Allowed
-
-    def names(self) -> set[str]:
-        """The names of those that may be called."""
-        return {tool.function.name for tool in self.allowed_tools.tools}
 
 
 class CalledFunction(Strict):
@@ -186,38 +156,8 @@ class ResponseFormat(Strict):
         return True if self.type == "json_object" or given is None else given
 
 
-def _kind_of_choice(data: Any) -> str:
-    """The class that a choice is read as, so that errors are those of this one only."""
-    given = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
-    return "AllowedChoice" if given == "allowed_tools" else "NamedChoice"
-
-
 Offered = Annotated[list[Tool], pydantic.Field(max_length=_MOST_TOOLS)]
-Choice = (
-    _Word
-    | Annotated[
-        Annotated[NamedChoice, pydantic.Tag("NamedChoice")]
-        | Annotated[AllowedChoice, pydantic.Tag("AllowedChoice")],
-        pydantic.Discriminator(_kind_of_choice),
-    ]
-)
-
-
-def chosen(tools: list[Tool], choice: Choice) -> tuple[list[Tool], str]:
-    """The tools that may be called, and the choice among them as an engine's `Tools` takes it.
-
-    Raises:
-        ValueError: the choice allows a tool that there is not.
-    """
-    if isinstance(choice, str):
-        return tools, choice
-    if isinstance(choice, NamedChoice):
-        return tools, choice.function.name
-    names = choice.names()
-    if unknown := names - {tool.function.name for tool in tools}:
-        raise ValueError(f"allowed_tools names {reprlib.repr(min(unknown))}, which is no tool")
-    kept = [tool for tool in tools if tool.function.name in names]
-    return kept, choice.allowed_tools.mode
+Choice = _Word | NamedChoice
 
 
 @dataclass(frozen=True)

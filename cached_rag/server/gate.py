@@ -53,9 +53,6 @@ class Keys:
         if len(dict(self._tenants)) < len(set(self._tenants)):
             raise ConfigError("two tenants have the same API key; give each one of its own")
 
-    def __bool__(self) -> bool:
-        return bool(self._tenants)
-
     def tenant(self, authorization: str | None) -> str | None:
         """The tenant whose key an Authorization header has, None if it is no key of anybody.
 
@@ -107,8 +104,7 @@ class Gate:
             scope.setdefault("state", {})["tenant"] = self._tenant(headers)
             if scope["app"].state.is_stopping:
                 raise HTTPException(503, STOPPING)
-            await self._read(sent, headers)
-            if not sent.is_given_up:
+            if await self._read(sent, receive, headers):
                 with self._room():
                     await self._app(scope, sent.receive, send)
         except (HTTPException, CachedRAGError) as error:
@@ -141,8 +137,8 @@ class Gate:
         finally:
             self._num_open -= 1
 
-    async def _read(self, sent: _Sent, headers: Headers) -> None:
-        """Read the body.
+    async def _read(self, sent: _Sent, receive: Receive, headers: Headers) -> bool:
+        """Read the body; returns whether the client stayed until all of it had come.
 
         Raises:
             HTTPException: it is too large, by its Content-Length or by what has come.
@@ -152,10 +148,17 @@ class Gate:
         self._check_size(int(declared) if declared.isdecimal() else 0)
         self._reading[sent] = asyncio.current_task()
         try:
-            while piece := await sent.next():
+            more_comes = True
+            while more_comes:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return False
+                piece, more_comes = message.get("body", b""), message.get("more_body", False)
+                sent.body += piece
                 self._held_bytes += len(piece)
                 self._check_size(len(sent.body))
                 self._make_room(sent)
+            return True
         finally:
             del self._reading[sent]
 
@@ -187,32 +190,18 @@ class _Sent:
 
     Attributes:
         body: what has come so far.
-        is_given_up: whether the client left before all had come.
         is_evicted: whether the gate gave it up to make room.
     """
 
     def __init__(self, receive: Receive) -> None:
-        self.body, self.is_given_up, self.is_evicted = bytearray(), False, False
-        self._receive = receive
-        self._more_comes, self._is_kept = True, False
-
-    async def next(self) -> bytes:
-        """Wait for the next piece; empty at the end."""
-        piece = b""
-        while self._more_comes and not piece:
-            message = await self._receive()
-            self.is_given_up = message["type"] == "http.disconnect"
-            piece = message.get("body", b"")
-            self._more_comes = message.get("more_body", False)
-        self.body += piece
-        self._is_kept = not self._more_comes
-        return piece
+        self.body, self.is_evicted = bytearray(), False
+        self._receive, self._is_handed_over = receive, False
 
     async def receive(self) -> Message:
         """ASGI's `receive` for the application: first the whole body, then what comes after it."""
-        if not self._is_kept:
+        if self._is_handed_over:
             return await self._receive()
-        self._is_kept = False
+        self._is_handed_over = True
         return {"type": "http.request", "body": bytes(self.body), "more_body": False}
 
 

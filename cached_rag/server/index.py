@@ -10,6 +10,7 @@ import base64
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +153,7 @@ class ServedIndex:
                     f"{self.embedding} makes vectors of {found.shape[1]} dimensions, and no others "
                     f"(dimensions={request.dimensions}); leave dimensions out"
                 )
-            vectors += [_spelled(vector) if as_text else vector.tolist() for vector in found]
+            vectors += map(_spelled, found) if as_text else found.tolist()
         data = [
             {"object": "embedding", "index": index, "embedding": vector}
             for index, vector in enumerate(vectors)
@@ -176,17 +177,7 @@ def _spelled(vector: NDArray[np.float32]) -> str:
 
 def sources(hits: Sequence[Hit]) -> list[Json]:
     """The chunks that an answer was given, best first."""
-    return [
-        {
-            "source": hit.source,
-            "title": hit.title,
-            "ordinal": hit.ordinal,
-            "score": round(float(hit.score), 4),
-            "metadata": dict(hit.metadata),
-            "text": hit.text,
-        }
-        for hit in hits
-    ]
+    return [asdict(hit) | {"score": round(float(hit.score), 4)} for hit in hits]
 
 
 def public_name(name: str) -> str:

@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from cached_rag.server.forms import CalledTool, Choice, Offered, ResponseFormat, Strict, chosen
+from cached_rag.server.forms import CalledTool, Choice, NamedChoice, Offered, ResponseFormat, Strict
 
 _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.
@@ -47,11 +54,6 @@ _PASSED_ON = (
 _PENALTY = AliasChoices("repetition_penalty", "repeat_penalty")
 # Roles that OpenAI had otherwise, before or after.
 _ROLES = {"developer": "system", "function": "tool"}
-# Fields that our answers, sent back as messages of a conversation, may have empty.
-_ANSWERED = ("refusal", "tool_calls", "function_call", "audio", "annotations")
-# A field of an assistant's messages that no prompt has: its content once more, which OpenAI's
-# `parse()` adds.
-_LEFT_OUT = ("parsed",)
 # What it thought before it answered.
 _THOUGHT = AliasChoices("reasoning_content", "reasoning")
 
@@ -92,23 +94,17 @@ class ChatMessage(Strict):
     tool_call_id: Name | None = None
     thought: Text | None = Field(None, validation_alias=_THOUGHT)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_empty(cls, data: Any) -> Any:
-        """Leaves out the empty fields of our own messages, which clients send back to us."""
-        if not isinstance(data, dict):
-            return data
-        kept = {k: v for k, v in data.items() if k not in _ANSWERED or v not in (None, [])}
-        if kept.get("role") == "assistant":
-            kept = {name: value for name, value in kept.items() if name not in _LEFT_OUT}
-            if kept.get("content") is None:
-                kept["content"] = ""
-        return kept
+    # What our answers have besides, which clients send back to us; and their content once more,
+    # which OpenAI's `parse()` adds.
+    _neutral = dict.fromkeys(("refusal", "function_call", "audio", "annotations"), (None, []))
+    _ignored = ("parsed",)
 
     @field_validator("content", mode="before")
     @classmethod
-    def _is_text(cls, content: Any) -> Any:
+    def _is_text(cls, content: Any, given: ValidationInfo) -> Any:
         """Refuses pictures, sound and files, in one sentence."""
+        if content is None and given.data.get("role") == "assistant":  # it has called tools
+            return ""
         parts = content if isinstance(content, list) else []
         kinds = [part.get("type") for part in parts if isinstance(part, dict)]
         if other := next((str(kind) for kind in kinds if kind != "text"), None):
@@ -123,7 +119,7 @@ class ChatMessage(Strict):
     def _is_whole(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} cannot have tool_calls")
-        if "content" not in self.model_fields_set:
+        if "content" not in self.model_fields_set and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} needs a content")
         if self.thought and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} cannot have a reasoning")
@@ -185,6 +181,7 @@ class _Settings(Basics):
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
     stop: Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None = None
     seed: int | None = None
     top_k: int | None = None
@@ -196,24 +193,16 @@ class _Settings(Basics):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Most tokens of the answer; None if the client does not say."""
-        return self.max_tokens
-
-    @property
-    def wanted_logprobs(self) -> int | None:
-        """How many alternatives to show for each token; None for no log probabilities."""
-        return None
+        """Most tokens of the answer, for which OpenAI has two names; None if neither is given."""
+        return self.max_completion_tokens or self.max_tokens
 
     def options(self) -> dict[str, Any]:
         """The settings as those of a `GenerationConfig`; the default temperature is OpenAI's, 1."""
-        given = {name: getattr(self, name) for name in _PASSED_ON}
-        given |= {
+        return self.model_dump(include={*_PASSED_ON}, exclude_none=True) | {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "stop": tuple([self.stop] if isinstance(self.stop, str) else self.stop or ()),
-            "logprobs": self.wanted_logprobs,
             "max_tokens": self.wanted_tokens or _DEFAULT_TOKENS,
         }
-        return {name: value for name, value in given.items() if value is not None}
 
 
 class ChatRequest(_Settings):
@@ -225,7 +214,6 @@ class ChatRequest(_Settings):
     """
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=_MOST)
-    max_completion_tokens: int | None = Field(None, ge=1)
     tools: Offered | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
@@ -245,20 +233,10 @@ class ChatRequest(_Settings):
             raise ValueError("top_logprobs is shown with logprobs only; send logprobs=true, too")
         return self
 
-    @model_validator(mode="after")
-    def _allows_what_there_is(self) -> ChatRequest:
-        chosen(self.tools or [], self.tool_choice or "auto")
-        return self
-
-    @property
-    def wanted_tokens(self) -> int | None:
-        """As above; OpenAI has two names for it."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def wanted_logprobs(self) -> int | None:
+    def options(self) -> dict[str, Any]:
         """As above."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+        shown = (self.top_logprobs or 0) if self.logprobs else None
+        return super().options() | {"logprobs": shown}
 
     def prompts(self) -> list[list[dict[str, Any]]]:
         """The conversation, as a list of one."""
@@ -271,10 +249,10 @@ class ChatRequest(_Settings):
 
     def form(self) -> dict[str, Any]:
         """The form of the answer, as the settings of an engine's `Tools`."""
-        tools, choice = chosen(self.tools or [], self.tool_choice or "auto")
+        choice = self.tool_choice or "auto"
         return {
-            "tools": [tool.plain() for tool in tools],
-            "choice": choice,
+            "tools": [tool.plain() for tool in self.tools or ()],
+            "choice": choice.function.name if isinstance(choice, NamedChoice) else choice,
             "parallel": self.parallel_tool_calls,
             "schema": self.response_format.schema_wanted() if self.response_format else None,
             "template_kwargs": self._for_template(),
@@ -300,10 +278,9 @@ class CompletionRequest(_Settings):
     _ignored = (*_WITHOUT_EFFECT, "reasoning_effort")
     _neutral = _NEUTRAL | {"chat_template_kwargs": (None, {}), "think": (None, False)}
 
-    @property
-    def wanted_logprobs(self) -> int | None:
+    def options(self) -> dict[str, Any]:
         """As above."""
-        return self.logprobs
+        return super().options() | {"logprobs": self.logprobs}
 
     def form(self) -> dict[str, Any]:
         """Any text."""
@@ -340,12 +317,7 @@ class EmbeddingsRequest(Strict):
     """
 
     model: Annotated[Text, Field(max_length=1000)]
-    input: (
-        Annotated[Text, Field(min_length=1)]
-        | Annotated[
-            list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=2048)
-        ]
-    )
+    input: Text | Annotated[list[Text], Field(max_length=2048)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
     truncate: bool | None = None

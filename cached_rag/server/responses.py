@@ -33,6 +33,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _UNREAD = ("annotations", "logprobs")
 _KEEPS_NONE = "this server keeps no responses (send whole conversations as input) and cannot do"
 _REFUSALS = dict.fromkeys(("background", "previous_response_id", "conversation"), _KEEPS_NONE)
+# Settings that the response has as they were asked for.
+_TOLD = ("instructions", "max_output_tokens", "temperature", "top_p")
 # Settings that chat completions have under the same name.
 _SAME = (*Basics.model_fields, "parallel_tool_calls", "k", "min_score", "where")
 
@@ -67,8 +69,7 @@ class ResponsesRequest(Basics):
             ConfigError: an input of a kind that this server cannot read.
             ValidationError: what is in it has not the form that it should have.
         """
-        given = {name: getattr(self, name) for name in _SAME}
-        asked: Json = {name: value for name, value in given.items() if value is not None}
+        asked: Json = self.model_dump(include={*_SAME}, exclude_none=True)
         asked["messages"] = list(_messages(self.instructions, self.input))
         if self.max_output_tokens is not None:
             asked["max_completion_tokens"] = self.max_output_tokens
@@ -247,10 +248,7 @@ class Reply:
             "error": None,
             "model": chat["model"],
             "output": self._output,
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
+            **asked.model_dump(include={*_TOLD}),
             "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
             "tools": asked.tools or [],
             "tool_choice": asked.tool_choice or "auto",

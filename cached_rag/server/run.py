@@ -39,8 +39,8 @@ _TICKS_A_SECOND = 10
 _TRIM_SECONDS = 30
 # It is the client that has to send something: a request, or the rest of its body.
 _SPEAKING = (h11.IDLE, h11.SEND_BODY)
-# Descriptors to ask for, the larger number first: some systems name a limit and grant less.
-_WANTED = (65536, 10240)
+# Descriptors to ask for at least: macOS names no limit, and may grant no more than these.
+_WANTED = 10240
 # Descriptors for the model's files, the first store's databases, logs, and a few to spare.
 _SPARED = 128
 # A space (the engine of one tenant or salt) has two databases, of three files each.
@@ -257,24 +257,24 @@ def share_descriptors(connections: int) -> Share:
     Args:
         connections: how many are wanted; there may be fewer.
     """
-    half = max(32, (_raise_limit() - _SPARED) // 2)
+    half = max(32, (_raise_limit(max(_WANTED, 2 * connections + _SPARED)) - _SPARED) // 2)
     return Share(min(connections, half), min(_MOST_SPACES, half // _FILES_OF_A_SPACE))
 
 
-def _raise_limit() -> int:
-    """Raise the limit; returns how many files may be open now."""
+def _raise_limit(wanted: int) -> int:
+    """Raise the limit; returns how many files may be open now, no more than are wanted."""
     if sys.platform == "win32":  # there is no such limit on sockets
-        return _WANTED[0]
+        return wanted
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted in _WANTED:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        if soft != resource.RLIM_INFINITY and soft < most:
-            with contextlib.suppress(OSError, ValueError):  # the kernel grants less
-                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-                soft = most
-    return _WANTED[0] if soft == resource.RLIM_INFINITY else soft
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        except (OSError, ValueError):  # the kernel grants less
+            return soft
+    return most
 
 
 def default_disk_bytes(folder: Path) -> int:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import GenerationConfig
-from cached_rag.engine.decoding import Generation
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.stream import Stream
 from cached_rag.engine.tools import Tools
@@ -24,9 +22,7 @@ from cached_rag.server.tenants import Tenants
 
 if TYPE_CHECKING:  # its packages are another extra's
     from cached_rag.rag.answer import AnswerStream
-    from cached_rag.rag.search import Hit
 
-_log = logging.getLogger(__name__)
 # Most chunks of a response that wait for the client to read them.
 _AHEAD = 16
 
@@ -81,9 +77,7 @@ class Service:
         return len(self._asked)
 
     def close(self) -> None:
-        """End all requests, and log how many were cut off."""
-        if self.num_open:
-            _log.warning("%d requests were still being answered and are cut off", self.num_open)
+        """End all requests."""
         for asked in list(self._asked):
             self.finish(asked)
         self.tenants.close()
@@ -98,43 +92,31 @@ class Service:
         """
         self._check_count(len(request.prompts()) * (request.n or 1))
         config = self._defaults.replace(**request.options())
-        lease = ExitStack()
-        hits: Sequence[Hit] | None = None
-        try:
+        is_chat, count, found = isinstance(request, ChatRequest), request.n or 1, None
+        with ExitStack() as lease:
             engine = lease.enter_context(self.tenants.using(tenant, request.cache_salt))
             tools = Tools(engine.tokenization, **request.form())
             config = tools.settings(config)
-            if isinstance(request, ChatRequest) and self.is_index(request.model):
-                streams, hits = self._searched(request, tools, config)
+            if isinstance(request, ChatRequest) and self.index and request.model == self.index.name:
+                streams, found = self._searched(self.index, request, tools, config)
+            elif isinstance(request, ChatRequest) and (meant := request.retrieval()):
+                raise ConfigError(
+                    f"{request.model} has no documents to choose by {' and '.join(meant)}; "
+                    "leave this out, or ask an index"
+                )
             else:
-                if isinstance(request, ChatRequest) and (meant := request.retrieval()):
-                    raise ConfigError(
-                        f"{request.model} has no documents to choose by {' and '.join(meant)}; "
-                        "leave this out, or ask an index"
-                    )
                 streams = []
                 for prompt in map(tools.prompt, request.prompts()):
                     fitting = self._fitting(request, prompt, config)
-                    streams += [
-                        engine.stream(prompt, _nth(fitting, n), tenant=tenant)
-                        for n in range(request.n or 1)
-                    ]
-        except BaseException:
-            lease.close()
-            raise
-        is_chat = isinstance(request, ChatRequest)
-        fingerprint = f"fp_{self.engine.model.fingerprint[:10]}"
-        envelope = Envelope(
-            request.model,
-            fingerprint,
-            is_chat,
-            engine.tokenization,
-            request.n or 1,
-            None if hits is None else sources(hits),
-        )
-        options = request.stream_options
-        counts = bool(options and options.include_usage)
-        asked = Asked(streams, tools, envelope, counts, lease)
+                    numbered = (_nth(fitting, n) for n in range(count))
+                    streams += [engine.stream(prompt, one, tenant=tenant) for one in numbered]
+            fingerprint = f"fp_{self.engine.model.fingerprint[:10]}"
+            envelope = Envelope(
+                request.model, fingerprint, is_chat, engine.tokenization, count, found
+            )
+            options = request.stream_options
+            counts = bool(options and options.include_usage)
+            asked = Asked(streams, tools, envelope, counts, lease.pop_all())
         self._asked.add(asked)
         return asked
 
@@ -148,19 +130,13 @@ class Service:
                 "serve with a higher --max-waiting"
             )
 
-    def is_index(self, model: str) -> bool:
-        """Whether a model's name stands for the index."""
-        return self.index is not None and model == self.index.name
-
     def _searched(
-        self, request: ChatRequest, tools: Tools, config: GenerationConfig
-    ) -> tuple[list[Stream], Sequence[Hit]]:
+        self, index: ServedIndex, request: ChatRequest, tools: Tools, config: GenerationConfig
+    ) -> tuple[list[Stream], list[Json]]:
         """Answers from the index, and the chunks that they are given.
 
         As in `_fitting`, the default length is cut to what fits.
         """
-        index = self.index
-        assert index is not None
         asks_template = request.chat_template_kwargs or request.think is not None
         if tools.is_offered or request.cache_salt or asks_template:
             raise ConfigError(
@@ -180,12 +156,14 @@ class Service:
             if request.wanted_tokens is not None:
                 raise
             found = begun(index.shortened(messages, config, request.retrieval()))
-        return [answer.stream for answer in found], found[0].sources
+        return [answer.stream for answer in found], sources(found[0].sources)
 
     async def answer(self, asked: Asked) -> Json:
         """The whole response. Errors as `Engine.generate`."""
         try:
-            answers = await asyncio.gather(*(_whole(stream) for stream in asked.streams))
+            texts = await asyncio.gather(*(stream.atext() for stream in asked.streams))
+            pairs = zip(asked.streams, texts, strict=True)
+            answers = [stream.generation(text) for stream, text in pairs]
             return asked.envelope.response(answers, asked.tools)
         finally:
             self.finish(asked)
@@ -278,9 +256,4 @@ def _nth(config: GenerationConfig, n: int) -> GenerationConfig:
     """The settings of the n-th answer to one prompt: with a seed, each has its own."""
     if config.seed is None or not n:
         return config
-    most = (1 << 63) - 1  # behind the largest seed comes the smallest
-    return config.replace(seed=(config.seed + n + most) % (2 * most + 1) - most)
-
-
-async def _whole(stream: Stream) -> Generation:
-    return stream.generation(await stream.atext())
+    return config.replace(seed=(config.seed + n) % (1 << 63))

@@ -151,7 +151,7 @@ class Documents:
             ContextOverflowError: what stands before the texts fills the model's context.
         """
         skipped: list[Json] = []
-        encoded = known = tokens = held = 0
+        total, held = EncodeSummary(), 0
         with ExitStack() as lease:
             using = self._tenants.using(tenant, request.cache_salt)
             run = asyncio.get_running_loop().run_in_executor
@@ -162,11 +162,10 @@ class Documents:
                 done = await run(self._threads, _encoded, engine, one, prefix)
                 if request.pinned is not None or request.ttl_seconds is not None:
                     held += await run(self._threads, _hold, engine, one, request)
-                encoded, tokens = encoded + done.encoded, tokens + done.tokens
-                known += done.present
+                total += done
                 skipped += [{"index": index, "reason": reason} for _, reason in done.skipped]
-        counts = {"encoded": encoded, "known": known, "tokens": tokens, "held": held}
-        return {**counts, "skipped": skipped}
+        counts = {"encoded": total.encoded, "known": total.present, "tokens": total.tokens}
+        return {**counts, "held": held, "skipped": skipped}
 
     async def forget(self, request: DocumentsRequest, tenant: str) -> Json:
         """Delete texts and their KV; returns how many KVs went."""

@@ -39,7 +39,8 @@ def test_a_followed_token_is_its_choice_and_then_plain_repair(opened):
     layout, layers = prefill.plan.layout(model.shapes.num_layers), model.shapes.num_layers
     ids = [*prefill.tokens.ids, int(prefill.logits.argmax())]
     stale = layout.reused.clone()
-    stale[prefill.rows] = False
+    whole = [[*Kind].index(kind) for kind in (Kind.COMPUTED, Kind.REPAIRED)]
+    stale[torch.isin(torch.from_numpy(prefill.coverage.kinds).long(), torch.tensor(whole))] = False
     each = -(-int(layout.reused.sum()) // 20)
     twin = KVBuffer(prefill.buffer.keys.clone(), prefill.buffer.values.clone())
     fresh = torch.arange(len(ids)) == len(ids) - 1

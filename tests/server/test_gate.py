@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from conftest import CHUNKS, tiny_model
-from served import GREEDY, MESSAGES, connected, received, serving, until
+from served import GREEDY, MESSAGES, NAME, connected, received, serving, until
 
 from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig
 from cached_rag.errors import BusyError, StoreError, StoreFullError
@@ -64,6 +64,15 @@ def test_who_still_sends_sees_why_it_is_refused(engine):
             sent = head(key=key, length=f"Content-Length: {8 << 20}") + b" " * (8 << 20)
             with connected(address, sent) as client:
                 assert received(client).startswith(f"HTTP/1.1 {status} ".encode())
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 10**6}, {"top_p": 2}, {"model": "other"}])
+def test_who_is_let_in_and_asks_wrongly_keeps_its_connection(engine, wrong):
+    with serving(engine) as (address, _):
+        asked = {"model": NAME, "messages": MESSAGES} | wrong
+        got = httpx.post(f"{address}/v1/chat/completions", json=asked)
+    assert got.status_code in (400, 404)
+    assert "connection" not in got.headers
 
 
 def test_half_sent_bodies_keep_nobody_out(engine, monkeypatch):
