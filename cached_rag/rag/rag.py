@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # What `[rag]` brings, for the index, embeddings and readers.
 _MODULES = (
-    *("faiss", "sentence_transformers", "charset_normalizer", "docutils"),
+    *("sentence_transformers", "charset_normalizer", "docutils"),
     *("markdown_it", "lxml", "pypdf"),
 )
 # What `CachedRAG.open` takes by name.

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 ROOT, TESTS = Path(__file__).parents[2], Path(__file__).parents[1]
 RAG = (
-    *("charset_normalizer", "docutils", "faiss", "markdown_it", "pypdf"),
+    *("charset_normalizer", "docutils", "markdown_it", "pypdf"),
     "sentence_transformers",
 )
 EXTRAS = (
