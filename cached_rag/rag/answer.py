@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.config import check_room
-from cached_rag.engine.report import Report
+from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.rag.search import Hit
@@ -224,6 +224,25 @@ class Answer:
         return f"<Answer {shown!r}, {len(self.sources)} sources>"
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """What was found for a question.
+
+    Attributes:
+        hits: best first.
+        notes: what to tell the user about it.
+        text: what was searched for.
+        ms: how long that took, in milliseconds.
+        clock: started when the question was asked.
+    """
+
+    hits: list[Hit]
+    notes: list[str]
+    text: str
+    ms: float
+    clock: Clock
+
+
 @dataclass(eq=False, repr=False)
 class AnswerStream(Iterator[str], AsyncIterable[str]):
     """The pieces of an answer, for a loop or an asynchronous loop, but not for both.
@@ -232,15 +251,15 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
 
     Attributes:
         stream: the engine's, of which these are the pieces; take them from one of the two.
+        sources: the chunks that are in its prompt.
+        lookup: what was found, of which not all need to be in it.
     """
 
     stream: Stream
     question: str
     sources: tuple[Hit, ...]
+    lookup: Lookup
     _tools: InitVar[Tools]
-    _search_ms: float
-    _notes: list[str]
-    _searched: str = ""
     _text: list[str] = field(default_factory=list)
     _thought: list[str] = field(default_factory=list)
     _ended: Callable[[Answer], object] | None = None
@@ -258,13 +277,13 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     @property
     def answer(self) -> Answer:
         """The answer as far as it was taken; complete once all pieces were."""
-        found = self.stream.report
-        report = replace(found, search_ms=self._search_ms, notes=[*self._notes, *found.notes])
+        report, lookup = self.stream.report, self.lookup
+        report = replace(report, search_ms=lookup.ms, notes=[*lookup.notes, *report.notes])
         text, thought = "".join(self._text), "".join(self._thought)
         if thought and not text and self.stream.finish_reason == "length":
             report.notes.append(_CUT_OFF)
         return Answer(
-            *(text, self.sources, report, self.question, self._searched, thought),
+            *(text, self.sources, report, self.question, lookup.text, thought),
             trace_source=self.stream.trace_source,
         )
 

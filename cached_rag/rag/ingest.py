@@ -213,10 +213,8 @@ class Ingestion:
     def _is_unchanged(self, reader: ConfinedReader, source: str, file: Path) -> bool:
         if not is_text(source):  # no document is called so
             return False
-        try:
-            return self.index.holds(source, content(reader.load(file, _PATIENCE_S)))
-        except DocumentError:
-            return False
+        found = _load(reader, file, _PATIENCE_S)
+        return isinstance(found, Document) and self.index.holds(source, content(found))
 
     def _update(self, source: str, document: Document, say: Say) -> bool:
         """Index a document, unless it is indexed as it is; says whether it had to."""
