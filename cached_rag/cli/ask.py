@@ -90,9 +90,7 @@ def search_command(
     *,
     wanted: Annotated[
         options.Given,
-        options.OptionsOf(
-            (Retrieval,), only=("k", "where", "min_score"), parsers={"where": options.filters}
-        ),
+        options.OptionsOf((Retrieval,), only=("k", "where", "min_score")),
     ],
     how: Annotated[
         options.Given,

@@ -112,8 +112,6 @@ def ingest_command(
         options.OptionsOf(
             (IndexConfig, ModelConfig, StoreConfig, DocumentLimits),
             shown=("chunk_tokens", "codec", "first_exact", "search", "device", "remote"),
-            but=options.NOT_OF_AN_INDEX,
-            environment=options.ENVIRONMENT,
         ),
     ],
     as_json: Json = False,
@@ -236,12 +234,7 @@ def delete_command(
     *,
     how: Annotated[
         options.Given,
-        options.OptionsOf(
-            (StoreConfig,),
-            shown=("remote",),
-            only=("remote", "remote_timeout"),
-            environment=options.ENVIRONMENT,
-        ),
+        options.OptionsOf((StoreConfig,), shown=("remote",), only=("remote", "remote_timeout")),
     ],
     as_json: Json = False,
 ) -> None:
