@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 import cached_rag
 from cached_rag.cli import options, terminal
@@ -20,7 +19,7 @@ from cached_rag.cli.terminal import Json, out
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
 from cached_rag.kv.files import make_folder
-from cached_rag.options import check_types, require
+from cached_rag.options import require
 from cached_rag.rag.folder import IndexConfig
 
 if TYPE_CHECKING:
@@ -66,7 +65,11 @@ def demo_command(
             f"{summary.chunks} chunks, {summary.encoded} prefilled now in {summary.seconds:.0f} s\n"
         )
         rag.ask(QUESTIONS[0], max_tokens=1)  # the first answer of a process is slower
-        out.print(_compared(rag))
+        ratios = [_compared(rag, question) for question in QUESTIONS]
+    first, whole = (
+        terminal.sooner(statistics.median(column)) for column in zip(*ratios, strict=True)
+    )
+    out.print(f"Median: first token {first} than full prefill, whole answer {whole}.\n")
     for line in (
         f"The index is in {index}; its documents are in {documents}, put yours there. Then:",
         f"  cached-rag ingest {documents} --index {index}",
@@ -75,27 +78,21 @@ def demo_command(
         out.print(line, soft_wrap=True)
 
 
-def _compared(rag: cached_rag.CachedRAG) -> Table:
-    """Ask each question with `auto` and with full prefill; prints answers, returns the times."""
-    table = Table("question", "prompt", "", "first token", "whole answer")
-    ratios: list[tuple[float, float]] = []
-    for number, question in enumerate(QUESTIONS, 1):
-        out.print(f"{number}. {question}", style="bold")
-        cached = _shown(rag, question)
-        full = rag.ask(question, method="full", max_tokens=_MAX_TOKENS)
-        whole, own = full.report, cached.report
-        ratios.append((whole.ttft_ms / own.ttft_ms, whole.total_ms / own.total_ms))
-        size = f"{own.prompt_tokens} tokens"
-        table.add_row(str(number), size, "full prefill", *_times(whole))
-        said = "same answer" if full.text == cached.text else "other words"
-        table.add_row("", said, "cached (auto)", *_times(own), end_section=True)
-    medians = (terminal.sooner(statistics.median(column)) for column in zip(*ratios, strict=True))
-    table.add_row("median", "", "", *medians)
-    return table
+def _compared(rag: cached_rag.CachedRAG, question: str) -> tuple[float, float]:
+    """Print answers with `auto` and with full prefill.
 
-
-def _times(report: cached_rag.Report) -> tuple[str, str]:
-    return f"{report.ttft_ms / 1000:.2f} s", f"{report.total_ms / 1000:.2f} s"
+    Returns:
+        How many times as long full prefill takes to the first token, and for the whole answer.
+    """
+    out.print(question, style="bold")
+    stream = rag.stream(question, max_tokens=_MAX_TOKENS)
+    terminal.print_pieces(stream)
+    answer = stream.answer
+    full = rag.ask(question, method="full", max_tokens=_MAX_TOKENS)
+    terminal.print_answer(answer, full, sources=answer.sources[:3], as_json=False)
+    out.print()
+    own, other = answer.report, full.report
+    return other.ttft_ms / own.ttft_ms, other.total_ms / own.total_ms
 
 
 def _copied(folder: Path) -> Path:
@@ -106,15 +103,6 @@ def _copied(folder: Path) -> Path:
         if not target.exists():
             shutil.copy(CORPUS / target.name, target)
     return folder
-
-
-def _shown(rag: cached_rag.CachedRAG, question: str) -> cached_rag.Answer:
-    stream = rag.stream(question, max_tokens=_MAX_TOKENS)
-    terminal.print_pieces(stream)
-    out.print()
-    terminal.print_hits(stream.sources[:3])
-    out.print()
-    return stream.answer
 
 
 @dataclass(frozen=True)
@@ -171,7 +159,6 @@ def check_counts(settings: Any) -> None:
     Raises:
         ConfigError: there is one.
     """
-    check_types(settings)
     for name, value in vars(settings).items():
         require(not isinstance(value, int) or value >= 1, f"{name} is at least 1, not {value}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import sys
@@ -66,13 +65,10 @@ def print_machine(facts: Mapping[str, object]) -> None:
 
 def plain(row: Any) -> dict[str, Any]:
     """A dataclass as a dictionary, its floats rounded to four significant digits."""
-    return {name: _rounded(value) for name, value in dataclasses.asdict(row).items()}
-
-
-def _rounded(value: Any) -> Any:
-    if not isinstance(value, float) or value == 0 or not math.isfinite(value):
-        return value
-    return round(value, max(0, 3 - math.floor(math.log10(abs(value)))))
+    return {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
+        for name, value in dataclasses.asdict(row).items()
+    }
 
 
 def print_rows(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:

@@ -112,7 +112,7 @@ def test_prune_keeps_no_less_than_nothing(index):
 
 def test_demo_names_its_folder_as_it_is_called(tmp_path, monkeypatch, model_folder):
     monkeypatch.setattr("cached_rag.cli.bench.DOCUMENTS", ())
-    monkeypatch.setattr("cached_rag.cli.bench._compared", lambda _: "compared")
+    monkeypatch.setattr("cached_rag.cli.bench._compared", lambda *_: (1.0, 1.0))
     monkeypatch.setattr(CachedRAG, "ask", lambda *_, **__: None)
     odd = tmp_path / ("x" * 200 + "[bold]")
     shown = run(cli.app, ["demo", "--index", str(odd), "--model", model_folder])
