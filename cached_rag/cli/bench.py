@@ -9,7 +9,7 @@ import shutil
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,6 @@ import cached_rag
 from cached_rag.cli import options, terminal
 from cached_rag.cli.terminal import Json, out
 from cached_rag.config import DEFAULT_MODEL
-from cached_rag.errors import ConfigError
 from cached_rag.kv.files import make_folder
 from cached_rag.options import require
 from cached_rag.rag.folder import IndexConfig
@@ -34,11 +33,6 @@ QUESTIONS = (
     "Who is the release manager of Python 3.6?",
     "In which Python version does UTF-8 mode become the default?",
     "Which syntax does PEP 604 propose for union types?",
-)
-
-bench_app = typer.Typer(
-    help="Measure speed, as ratios within one run. Without a command: time to first token of each "
-    "method, against full prefill."
 )
 
 
@@ -116,6 +110,9 @@ class FirstTokens:
         methods: methods to compare, comma-separated.
         ratio: share of cached tokens to recompute.
         repeats: rounds that are measured, after a round to warm up.
+
+    Raises:
+        ConfigError: a count is less than 1.
     """
 
     chunks: int = 8
@@ -126,47 +123,11 @@ class FirstTokens:
     repeats: int = 5
 
     def __post_init__(self) -> None:
-        check_counts(self)
+        for name, value in vars(self).items():
+            require(not isinstance(value, int) or value >= 1, f"{name} is at least 1, not {value}")
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What questions are asked about, how long their answers are, and how often.
-
-    Attributes:
-        methods: methods to compare, comma-separated.
-        prompt_tokens: lengths of prompts, comma-separated.
-        chunk_tokens: about how many tokens a chunk has.
-        new_tokens: tokens of an answer.
-        texts: folder of plain texts to cut chunks from; None for the demo's.
-        repeats: rounds that are measured, after a round to warm up.
-    """
-
-    methods: str = "full,auto"
-    prompt_tokens: str = "1024,4096"
-    chunk_tokens: int = 512
-    new_tokens: int = 64
-    texts: str | None = None
-    repeats: int = 3
-
-    def __post_init__(self) -> None:
-        check_counts(self)
-
-
-def check_counts(settings: Any) -> None:
-    """Refuse whole numbers that are less than 1.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for name, value in vars(settings).items():
-        require(not isinstance(value, int) or value >= 1, f"{name} is at least 1, not {value}")
-
-
-@bench_app.callback(invoke_without_command=True)
-@options.with_settings
-def ttft(
-    context: typer.Context,
+def bench_command(
     model: options.Model = DEFAULT_MODEL,
     *,
     asked: Annotated[FirstTokens, options.OptionsOf()],
@@ -174,9 +135,6 @@ def ttft(
     as_json: Json = False,
 ) -> None:
     """Time to first token of each method against full prefill, in one run."""
-    if context.invoked_subcommand is not None:
-        _refuse_options(context)
-        return
     from cached_rag.evaluation.machine import machine
     from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ingest, bench_ttft
 
@@ -213,56 +171,6 @@ def _cells(row: TtftRow) -> dict[str, object]:
         "charged": f"{row.charged_recompute:.3f}",
         "overhead ms": f"{row.overhead_ms:.1f}",
     }
-
-
-def _refuse_options(context: typer.Context) -> None:
-    """Refuse options of this command that stand before another one, which would not have them."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, at in sources.items() if at is not None and at.name == "COMMANDLINE"]
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)} stand before {context.invoked_subcommand}, which has options of "
-            "its own; put them behind it"
-        )
-
-
-@bench_app.command("answers", cls=options.SettingsCommand)
-@options.with_settings
-def answers_command(
-    model: options.Model = DEFAULT_MODEL,
-    *,
-    asked: Annotated[Answers, options.OptionsOf()],
-    how: options.Loading,
-    as_json: Json = False,
-) -> None:
-    """Whole answers of each method over chunks of your texts.
-
-    Beside transformers' own, if it runs the model.
-    """
-    from cached_rag.evaluation import answers
-    from cached_rag.evaluation.machine import machine
-
-    lengths = options.counts(asked.prompt_tokens, "prompt tokens")
-    corpus = answers.joined(CORPUS if asked.texts is None else Path(asked.texts))
-    # Nothing is kept of finished prompts, and nothing is computed while another one answers.
-    store = cached_rag.StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
-    with cached_rag.Engine.load(model, store=store, **how) as engine:
-        peers: dict[str, answers.Peer] = {}
-        if how.get("backend", "transformers") == "transformers":
-            peers["transformers"] = answers.Transformers(engine)
-        peers |= {name: answers.Own(engine, name) for name in options.names(asked.methods)}
-        sizes = {"chunk_tokens": asked.chunk_tokens, "new_tokens": asked.new_tokens}
-        questions = answers.make_questions(
-            engine, corpus, lengths, **sizes, rounds=asked.repeats + 1
-        )
-        rows = [
-            row
-            for each in questions
-            for row in answers.bench_answers(peers, each, asked.new_tokens)
-        ]
-        about = {name: peer.about for name, peer in peers.items()}
-        facts = machine(engine.model) | {"peers": about}
-    terminal.print_rows(rows, facts, as_json=as_json)
 
 
 def doctor_command(

@@ -17,20 +17,9 @@ import typer
 from typer.core import TyperGroup
 
 from cached_rag import __version__
-from cached_rag.cli.ask import ask_command, chat_command, explain_command, search_command
-from cached_rag.cli.bench import bench_app, demo_command, doctor_command
-from cached_rag.cli.documents import (
-    IngestCommand,
-    delete_command,
-    hold_command,
-    ingest_command,
-    list_command,
-)
-from cached_rag.cli.eval import evaluate_command
+from cached_rag.cli import ask, bench, documents, schema, serve, store
+from cached_rag.cli import eval as evaluating
 from cached_rag.cli.options import FILE, SettingsCommand, with_settings
-from cached_rag.cli.schema import schema_app
-from cached_rag.cli.serve import serve_command
-from cached_rag.cli.store import store_app
 from cached_rag.cli.terminal import err, out
 from cached_rag.errors import CachedRAGError, ConfigError
 from cached_rag.options import unknown_settings
@@ -50,24 +39,24 @@ app = typer.Typer(
     context_settings={"max_content_width": 100},
 )
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "ask": ask_command,
-    "chat": chat_command,
-    "explain": explain_command,
-    "list": list_command,
-    "search": search_command,
-    "delete": delete_command,
-    "hold": hold_command,
-    "demo": demo_command,
-    "doctor": doctor_command,
-    "eval": evaluate_command,
-    "serve": serve_command,
+    "ask": ask.ask_command,
+    "chat": ask.chat_command,
+    "explain": ask.explain_command,
+    "list": documents.list_command,
+    "search": ask.search_command,
+    "delete": documents.delete_command,
+    "hold": documents.hold_command,
+    "demo": bench.demo_command,
+    "doctor": bench.doctor_command,
+    "bench": bench.bench_command,
+    "eval": evaluating.evaluate_command,
+    "serve": serve.serve_command,
 }
-app.command("ingest", cls=IngestCommand)(with_settings(ingest_command))
+app.command("ingest", cls=documents.IngestCommand)(with_settings(documents.ingest_command))
 for _name, _command in _COMMANDS.items():
     app.command(_name, cls=SettingsCommand)(with_settings(_command))
-app.add_typer(store_app, name="store")
-app.add_typer(schema_app, name="schema")
-app.add_typer(bench_app, name="bench")
+app.add_typer(store.store_app, name="store")
+app.add_typer(schema.schema_app, name="schema")
 
 
 @app.callback()

@@ -337,11 +337,3 @@ def numbers(text: str, kind: Callable[[str], Number], what: str) -> list[Number]
         return [kind(part) for part in names(text)]
     except ValueError:
         raise ConfigError(f"{what}, comma-separated where several, not {text!r}") from None
-
-
-def counts(text: str, what: str) -> list[int]:
-    """Whole numbers between commas, each 1 or more; see `numbers`."""
-    found = numbers(text, int, f"{what} are whole numbers")
-    if not found or min(found) < 1:
-        raise ConfigError(f"{what} are whole numbers, 1 or more, not {text!r}")
-    return found

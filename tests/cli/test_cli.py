@@ -309,12 +309,6 @@ def bench(*arguments, app=experiments.app):
     return json.loads(result.stdout)["rows"]
 
 
-def test_options_before_a_command_that_does_not_have_them_are_refused(model_folder):
-    done = run(cli.app, ["bench", "--model", model_folder, "answers"])
-    assert done.exit_code
-    assert "model stand before answers" in str(done.exception)
-
-
 def test_files_for_results_are_looked_at_before_anything_is_measured(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere" / "rows.csv"):
         for option in ("--csv", "--plot"):
@@ -614,7 +608,6 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
         (["doctor", "--model", "./no-model"], "there is no model folder"),
         (["eval", "--data", "x.jsonl", "--methods", "nope"], "method 'nope' is not one of"),
         (["eval", "--data", "x.jsonl", "--ratio", "much"], "a ratio is a number"),
-        (["bench", "answers", "--prompt-tokens", "0"], "prompt tokens are whole numbers, 1 or"),
         (["doctor", "--model", "x.gguf"], "there is no GGUF file"),
         (["doctor", "--model", "smollm2-135m", "--dtype", "int7"], "dtype 'int7' is not one of"),
     ],
@@ -639,7 +632,6 @@ def test_errors_are_one_line_and_exit_1(arguments, message, monkeypatch, capsys,
         "demo",
         "doctor",
         "bench",
-        "bench answers",
         "serve",
         "store stats",
         "store verify",
@@ -667,15 +659,6 @@ def test_every_experiment_has_help():
 def test_experiments_refuse_numbers_that_are_none(clients):
     result = run(experiments.app, ["traffic", "x.jsonl", "--clients", clients])
     assert "clients are whole numbers, 1 or" in str(result.exception)
-
-
-def test_bench_answers_prints_a_row_for_transformers_and_each_method(model_folder):
-    sizes = ["--prompt-tokens", "200", "--chunk-tokens", "64", "--new-tokens", "4", "--repeats", 1]
-    rows = bench("bench", "answers", "--model", model_folder, *sizes, app=cli.app)
-    assert [row["peer"] for row in rows] == ["transformers", "full", "auto"]
-    assert rows[1]["agreement"] == 1  # full prefill's tokens are transformers' own
-    nowhere = run(cli.app, ["bench", "answers", "--texts", "nowhere"])
-    assert "there is no folder of texts" in str(nowhere.exception)
 
 
 def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):

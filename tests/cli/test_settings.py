@@ -28,7 +28,7 @@ KINDS = (
 SCREEN = 40
 COMMANDS = (
     *("ask", "chat", "explain", "search", "list", "delete", "demo", "doctor", "serve", "ingest"),
-    *("eval", "bench", "bench answers", "schema run", "schema encode", "store prune"),
+    *("eval", "bench", "schema run", "schema encode", "store prune"),
 )
 
 

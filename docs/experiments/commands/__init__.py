@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import OptionsOf, to_write
+from cached_rag.cli.options import OptionsOf, numbers, to_write
 from cached_rag.config import ModelConfig
+from cached_rag.errors import ConfigError
 
 Methods = Annotated[str, typer.Option(help="Methods to compare, comma-separated.")]
 NewTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer.")]
@@ -29,3 +30,11 @@ Loaded = Annotated[
         only=_OF_LOAD_MODEL,
     ),
 ]
+
+
+def counts(text: str, what: str) -> list[int]:
+    """Whole numbers between commas, each 1 or more; see `numbers`."""
+    found = numbers(text, int, f"{what} are whole numbers")
+    if not found or min(found) < 1:
+        raise ConfigError(f"{what} are whole numbers, 1 or more, not {text!r}")
+    return found
