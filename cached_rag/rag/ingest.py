@@ -18,7 +18,7 @@ from threading import Event
 import numpy as np
 from numpy.typing import NDArray
 
-from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError, needs_extra
+from cached_rag.errors import ConfigError, DocumentError, needs_extra
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.chunks import Chunk
 from cached_rag.rag.document import Document, DocumentLimits, assembled
@@ -29,8 +29,6 @@ from cached_rag.rag.reading_process import ConfinedReader
 from cached_rag.rag.search import described
 from cached_rag.rag.workers import IngestTask, Preparation, Prepare, content, groups
 
-# Files that take longer to read are read behind all others.
-_PATIENCE_S = 10.0
 # How often a watch says that nothing happened.
 _TIMEOUT_MS = 1000
 # If more files change at a time, the folder is looked through once instead of once a file.
@@ -137,34 +135,22 @@ class Ingestion:
         changed = {s: f for s, f in files.items() if not self.index.is_as_stamped(s, stamps[s])}
         texts = {source: self.index.texts(source) for source in files.keys() - changed.keys()}
         added, skipped = 0, []
-        for source, found, say in self._loaded(changed, reader, progress):
-            if isinstance(found, DocumentError):
-                skipped.append((str(files[source]), str(found)))
-                continue
-            is_new = self._update(source, found, say)
-            self.index.put_stamp(source, stamps[source])
-            texts[source] = self.index.texts(source)
-            added += is_new
-            if is_new:
-                say("counting tokens", 1.0)
-                self.preparation.engine.register(texts[source])
-        return added, skipped, texts
-
-    def _loaded(
-        self, files: Mapping[str, Path], reader: ConfinedReader, progress: Shown
-    ) -> Iterator[tuple[str, Document | DocumentError, Say]]:
-        """Files as they are read; those that take long come last, so that no other one waits."""
-        slow = {}
-        with reading(files.values(), is_shown=progress) as begun:
-            for source, (file, say) in zip(files, begun, strict=True):
+        with reading(changed.values(), is_shown=progress) as begun:
+            for source, (file, say) in zip(changed, begun, strict=True):
                 say("reading", 0.0)
-                found = _load(reader, file, _PATIENCE_S)
-                if isinstance(found, SlowDocumentError):
-                    slow[source] = file
-                else:
-                    yield source, found, say
-            for source, file in slow.items():
-                yield source, _load(reader, file, None), lambda *_: None
+                try:
+                    document = reader.load(file)
+                except DocumentError as error:
+                    skipped.append((str(file), str(error)))
+                    continue
+                is_new = self._update(source, document, say)
+                self.index.put_stamp(source, stamps[source])
+                texts[source] = self.index.texts(source)
+                added += is_new
+                if is_new:
+                    say("counting tokens", 1.0)
+                    self.preparation.engine.register(texts[source])
+        return added, skipped, texts
 
     def _gather(
         self, files: Mapping[str, Path], prepare: Prepare, progress: Shown
@@ -213,8 +199,10 @@ class Ingestion:
     def _is_unchanged(self, reader: ConfinedReader, source: str, file: Path) -> bool:
         if not is_text(source):  # no document is called so
             return False
-        found = _load(reader, file, _PATIENCE_S)
-        return isinstance(found, Document) and self.index.holds(source, content(found))
+        try:
+            return self.index.holds(source, content(reader.load(file)))
+        except DocumentError:
+            return False
 
     def _update(self, source: str, document: Document, say: Say) -> bool:
         """Index a document, unless it is indexed as it is; says whether it had to."""
@@ -312,14 +300,6 @@ def _is_empty(file: Path) -> bool:
         return file.stat().st_size == 0
     except OSError:
         return False
-
-
-def _load(reader: ConfinedReader, file: Path, seconds: float | None) -> Document | DocumentError:
-    """A document, or why it cannot be read, which is also that it takes more than these seconds."""
-    try:
-        return reader.load(file, seconds)
-    except DocumentError as error:
-        return error
 
 
 def watch(
