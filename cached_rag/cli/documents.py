@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,19 +27,6 @@ _INTERRUPTED = 130
 _MOST_LINES = 20
 
 
-class IngestCommand(options.SettingsCommand):
-    """A command that takes `--ray` without an address, too."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give a lone `--ray` the address of this machine."""
-        given = []
-        for argument, following in zip_longest(args, args[1:], fillvalue="-"):
-            given.append(argument)
-            if argument == "--ray" and following.startswith("-"):
-                given.append("local")
-        return super().parse_args(ctx, given)
-
-
 @dataclass(frozen=True)
 class Ingesting:
     """How documents are taken in.
@@ -49,8 +35,8 @@ class Ingesting:
         name: name of PATH in the index, instead of its own.
         delete_missing: drop documents gone from PATH.
         watch: go on, and keep the index in step with the folder PATH.
-        ray: do it on a Ray cluster: auto for the one of this machine, host:port, or
-            ray://host:10001; without an address, in processes of this machine (extra ray).
+        ray: who does it: local for processes of this machine, auto for the Ray cluster that runs
+            on it, host:port, or ray://host:10001 (extra ray).
         ray_workers: workers on the cluster; None for as many as fit.
         ray_cpus: CPUs of each worker; None for 1.
         ray_gpus: GPUs of each worker, such as 1 or 0.5; None for none.

@@ -39,6 +39,7 @@ app = typer.Typer(
     context_settings={"max_content_width": 100},
 )
 _COMMANDS: dict[str, Callable[..., None]] = {
+    "ingest": documents.ingest_command,
     "ask": ask.ask_command,
     "chat": ask.chat_command,
     "explain": ask.explain_command,
@@ -52,7 +53,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluating.evaluate_command,
     "serve": serve.serve_command,
 }
-app.command("ingest", cls=documents.IngestCommand)(with_settings(documents.ingest_command))
 for _name, _command in _COMMANDS.items():
     app.command(_name, cls=SettingsCommand)(with_settings(_command))
 app.add_typer(store.store_app, name="store")
