@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 import sqlite3
 import threading
 import unicodedata
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cached_rag.errors import ConfigError
-from cached_rag.kv.database import Database, Row
+from cached_rag.kv.database import Database
 from cached_rag.rag.document import Metadata, searchable, shown
 
 # Characters of a title: that of a text without one is its first paragraph.
@@ -34,8 +35,8 @@ _LONGEST = 4000
 # A chunk's columns without metadata, as an earlier version had it; and those its checksum is of.
 SIGNED = "c.id, d.title, c.ordinal, c.text, c.vector, c.metadata"
 CHUNKS = "FROM chunks c JOIN documents d USING (source)"
-# Most values that SQLite takes for one query, with much to spare.
-_MOST_NAMED = 10_000
+# As many ids as there are in a list, in JSON.
+_LISTED = "(SELECT value FROM json_each(?))"
 # How many places of an order are joined with another's; farther down nothing much is added.
 _FUSED = 100
 # Accents do not matter, in Latin script; marks that other scripts write vowels with do.
@@ -113,15 +114,13 @@ def judge(where: Where, known: Collection[str]) -> Callable[[Hit], bool]:
         if name not in FIELDS and name not in known:
             names = ", ".join([*FIELDS, *sorted(known)])
             raise ConfigError(f"no chunk has a field {name!r} to filter by; there are: {names}")
-        if any(isinstance(value, str) and len(value) > _LONGEST for value in _several(wanted)):
-            raise ConfigError(
-                f"a filter's value has at most {_LONGEST} characters; {name!r} has more"
-            )
-        if not all(isinstance(value, str | int | float) for value in _several(wanted)):
-            raise ConfigError(
-                f"a filter's value is a string, a number, or a collection of these; {name!r} has "
-                f"{wanted!r}"
-            )
+        for value in _several(wanted):
+            is_long = isinstance(value, str) and len(value) > _LONGEST
+            if is_long or not isinstance(value, str | int | float):
+                raise ConfigError(
+                    f"a filter's value is a string of at most {_LONGEST} characters, a number, or "
+                    f"a collection of these; {name!r} has {reprlib.repr(wanted)}"
+                )
     return lambda hit: all(_fits(_value(hit, name), wanted) for name, wanted in where.items())
 
 
@@ -261,11 +260,8 @@ class Search:
 
     def _hits(self, ids: list[int], scores: list[float]) -> Iterator[Hit]:
         """The chunks that have these ids, but for those that are gone or damaged."""
-        query = f"SELECT {SIGNED}, c.checksum, c.source {CHUNKS} WHERE c.id IN "
-        rows: list[Row] = []
-        for begin in range(0, len(ids), _MOST_NAMED):
-            named = ids[begin : begin + _MOST_NAMED]
-            rows += self._database.rows(f"{query}({','.join('?' * len(named))})", *named)
+        query = f"SELECT {SIGNED}, c.checksum, c.source {CHUNKS} WHERE c.id IN {_LISTED}"
+        rows = self._database.rows(query, json.dumps(ids))
         sources = {row[0]: str(row[-1]) for row in rows}
         by_id = {row[0]: row for row in self._database.sound(row[:-1] for row in rows)}
         for chunk, score in zip(ids, scores, strict=True):
@@ -299,10 +295,8 @@ class Search:
             kept = dict(self._database.read(_numbered, "SELECT id, checksum FROM chunks"))
             self._words.drop(one for one, sum_ in self._read.items() if kept.get(one) != sum_)
             new = [one for one, sum_ in kept.items() if self._read.get(one) != sum_]
-            for begin in range(0, len(new), _MOST_NAMED):
-                named = new[begin : begin + _MOST_NAMED]
-                query = f"SELECT id, text FROM chunks WHERE id IN ({','.join('?' * len(named))})"
-                self._words.add(self._database.read(_numbered, query, *named))
+            query = f"SELECT id, text FROM chunks WHERE id IN {_LISTED}"
+            self._words.add(self._database.read(_numbered, query, json.dumps(new)))
             self._read, self._words_of = kept, now
         return self._words
 
@@ -366,7 +360,7 @@ class WordSearch:
         if not (terms := _terms(text)):
             return []
         asked = " OR ".join(f'"{term}"' for term in terms)
-        only = "" if among is None else "AND rowid IN (SELECT value FROM json_each(?))"
+        only = "" if among is None else f"AND rowid IN {_LISTED}"
         query = f"SELECT rowid FROM words WHERE words MATCH ? {only} ORDER BY rank, rowid LIMIT ?"
         given = () if among is None else (json.dumps(among),)
         return [row for (row,) in self._connection.execute(query, (asked, *given, count))]
