@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from cached_rag import __version__
 from cached_rag.cli import ask, bench, documents, schema, serve, store
@@ -71,13 +70,12 @@ def root(
     ] = None,
 ) -> None:
     """Take settings from a file, too."""
-    assert isinstance(context.command, TyperGroup)
-    context.default_map = defaults_from(config, context.command.commands)
+    context.default_map = defaults_from(config, context.command)
     if config is None and context.default_map:
         err.print(f"settings of {FILE}", style="dim")
 
 
-def defaults_from(file: Path | None, commands: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def defaults_from(file: Path | None, command: Any) -> dict[str, Any]:
     """What a file of settings has for each command, by the command's name.
 
     Settings at its top are for all commands that have them, those of a table for the command of
@@ -85,7 +83,7 @@ def defaults_from(file: Path | None, commands: Mapping[str, Any]) -> dict[str, d
 
     Args:
         file: None for the one in the working folder, if there is one.
-        commands: click's, by name.
+        command: click's group of all commands.
 
     Raises:
         ConfigError: the file cannot be read, or has what no such command has.
@@ -99,39 +97,40 @@ def defaults_from(file: Path | None, commands: Mapping[str, Any]) -> dict[str, d
         raise ConfigError(
             f'{path} cannot be read: {error}; see docs/quickstart.md, "Settings"'
         ) from error
-    tables = {name: found.pop(name) for name in list(found) if name in commands}
-    _check_known(path, found, set().union(*map(_names, commands.values())))
-    return {
-        name: _defaults_of(command, found, tables.get(name, {}), f"{path}, [{name}]")
-        for name, command in commands.items()
-    }
+    return _defaults_of(command, {}, found, path, "")
 
 
 def _defaults_of(
-    command: Any, common: Mapping[str, Any], own: Mapping[str, Any], where: str
+    command: Any, common: Mapping[str, Any], own: Mapping[str, Any], path: Path, table: str
 ) -> dict[str, Any]:
-    """A command's defaults, as click takes them; those of commands below it by their names."""
-    below, has = getattr(command, "commands", {}), {one.name for one in command.params}
-    mine = {name: value for name, value in own.items() if name not in below}
-    _check_known(where, mine, has)
-    mine = {name: value for name, value in common.items() if name in has} | mine
+    """A command's defaults, as click takes them; those of commands below it by their names.
+
+    Args:
+        common: settings of the tables that this one is in.
+        own: those of this table, and the tables in it.
+    """
+    below = getattr(command, "commands", {})
+    # A setting may be called as a command is: `search`, `store`.
+    tables = {n: value for n, value in own.items() if n in below and isinstance(value, dict)}
+    mine = {name: value for name, value in own.items() if name not in tables}
+    known = _names(command)
+    if unknown := [name for name in mine if name not in known]:
+        where = f"{path}, [{table}]" if table else path
+        raise ConfigError(f"{where}: {unknown_settings(unknown, sorted(known))}")
+    settings = {**common, **mine}
     # Click would make Python's text of an object.
-    plain = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in mine.items()}
-    return plain | {
-        name: _defaults_of(one, common, own.get(name, {}), f"{where[:-1]}.{name}]")
-        for name, one in below.items()
-    }
+    given = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in settings.items()}
+    defaults = {one.name: given[one.name] for one in command.params if one.name in given}
+    for name, one in below.items():
+        inner = f"{table}.{name}" if table else name
+        defaults[name] = _defaults_of(one, settings, tables.get(name, {}), path, inner)
+    return defaults
 
 
 def _names(command: Any) -> set[str]:
     """The settings of a command, and of those below it."""
     below = getattr(command, "commands", {}).values()
     return {one.name for one in command.params}.union(*map(_names, below))
-
-
-def _check_known(where: object, given: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"{where}: {unknown_settings(unknown, sorted(known))}")
 
 
 @app.command()

@@ -148,6 +148,10 @@ def test_settings_come_from_a_file(listed):
     assert "settings of cached-rag.toml" in listed('index = "there"', "list")
 
 
+def test_a_setting_may_be_called_as_a_command_is(listed):
+    assert "no index at there" in listed('search = "words"\nstore = "kv"\nindex = "there"', "list")
+
+
 def test_a_file_reaches_commands_below_others_and_has_objects(listed, monkeypatch):
     for text in ('index = "there"', '[store]\n[store.stats]\nindex = "there"'):
         assert "no index at there" in listed(text, "store", "stats")
