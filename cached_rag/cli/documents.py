@@ -35,8 +35,8 @@ class Ingesting:
         name: name of PATH in the index, instead of its own.
         delete_missing: drop documents gone from PATH.
         watch: go on, and keep the index in step with the folder PATH.
-        ray: have it done by processes of this machine (local), its Ray cluster (auto), or another
-            one (host:port, ray://host:10001); needs the extra ray.
+        ray: who does it: local (processes here), auto (the Ray cluster here), host:port or
+            ray://host:10001; needs the extra ray.
         ray_workers: workers on the cluster; None for as many as fit.
         ray_cpus: CPUs of each worker; None for 1.
         ray_gpus: GPUs of each worker, such as 1 or 0.5; None for none.
