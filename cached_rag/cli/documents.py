@@ -35,8 +35,8 @@ class Ingesting:
         name: name of PATH in the index, instead of its own.
         delete_missing: drop documents gone from PATH.
         watch: go on, and keep the index in step with the folder PATH.
-        ray: who does it: local (processes here), auto (the Ray cluster here), host:port or
-            ray://host:10001; needs the extra ray.
+        ray: do it on a Ray cluster (docs/scale.md): local, auto, host:port or ray://host:10001;
+            local begins one on this machine, auto takes the one that runs there (extra ray).
         ray_workers: workers on the cluster; None for as many as fit.
         ray_cpus: CPUs of each worker; None for 1.
         ray_gpus: GPUs of each worker, such as 1 or 0.5; None for none.
