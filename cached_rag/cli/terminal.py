@@ -71,16 +71,6 @@ def plain(row: Any) -> dict[str, Any]:
     }
 
 
-def print_rows(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:
-    """Print dataclasses of one type and the machine of their figures, as a table or as JSON."""
-    found = [plain(row) for row in rows]
-    if as_json:
-        print_json({"rows": found, "machine": facts})
-        return
-    print_table([{name.replace("_", " "): cell for name, cell in row.items()} for row in found])
-    print_machine(facts)
-
-
 def print_pieces(pieces: Iterable[str], *, are_shown: bool = True) -> str:
     """Print an answer as it comes, if it is to be shown; returns the whole of it."""
     taken = []

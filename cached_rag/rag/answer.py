@@ -15,7 +15,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
     from cached_rag.engine.explanation import Explanation
     from cached_rag.engine.stream import Stream
-    from cached_rag.engine.tools import Tools
+    from cached_rag.engine.tools import GrowingAnswer
     from cached_rag.engine.trace import Trace, TraceSource
 
 # A message with its role and content; of a conversation's questions with their chunks, too.
@@ -259,13 +259,10 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     question: str
     sources: tuple[Hit, ...]
     lookup: Lookup
-    _tools: InitVar[Tools]
+    _growing: GrowingAnswer
     _text: list[str] = field(default_factory=list)
     _thought: list[str] = field(default_factory=list)
     _ended: Callable[[Answer], object] | None = None
-
-    def __post_init__(self, _tools: Tools) -> None:
-        self._growing = _tools.growing()
 
     def when_ended(self, ended: Callable[[Answer], object]) -> None:
         """Have `ended` called with the answer once it is whole, closed or dropped, but not failed.

@@ -21,7 +21,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.library.matching import ANCHOR
 from cached_rag.rag.answer import Answer, AnswerStream, Dialogue, Lookup, Prompts, Turn, searched
 from cached_rag.rag.chunks import Reranker
-from cached_rag.rag.folder import IndexFolder, Reranking, Retrieval
+from cached_rag.rag.folder import IndexFolder, Reranking, Retrieval, contexts
 from cached_rag.rag.search import Hit
 
 if TYPE_CHECKING:
@@ -100,14 +100,15 @@ class Asking:
         config = config.replace(stop=(*config.stop, *self.prompts.stop))
         tools = self.form(parts_thoughts=config.grammar is None)
         stream = self.engine.stream(prompt, tools.settings(config), clock=lookup.clock)
-        return AnswerStream(stream, question, tuple(hits), lookup, tools)
+        return AnswerStream(stream, question, tuple(hits), lookup, tools.growing())
 
     def decline(self, question: str, lookup: Lookup) -> AnswerStream:
         """Say that nothing was found, without asking the model."""
         from cached_rag.engine.stream import ToldStream
 
         told = ToldStream(NOTHING_FOUND, Report("none", charged_recompute=0.0))
-        return AnswerStream(told, question, (), lookup, self.form(parts_thoughts=False))
+        form = self.form(parts_thoughts=False)
+        return AnswerStream(told, question, (), lookup, form.growing())
 
     def form(self, *, parts_thoughts: bool) -> Tools:
         """The form of an answer, without tools; imported late, as that takes long."""
@@ -131,7 +132,7 @@ class Asking:
         with library.shelf.spared():
             gone = self.index.orphans(texts)  # deleted since they were found
             self._folder.forget_later(gone)
-            self.engine.encode([], self.prompts.head(), context=self._folder.contexts)
+            self.engine.encode([], self.prompts.head(), context=contexts(self._folder.settings))
 
 
 def find(

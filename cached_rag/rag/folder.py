@@ -201,11 +201,6 @@ class IndexFolder:
         self.settings = DEFAULTS | self.index.agree(self._asked) | self._asked
 
     @property
-    def contexts(self) -> tuple[Context | None, ...]:
-        """What chunks are encoded behind, besides the prompt's head."""
-        return contexts(self.settings)
-
-    @property
     def engine(self) -> Engine:
         """The engine, loaded on first use."""
         from cached_rag.engine.engine import Engine  # with all that runs models
@@ -260,7 +255,7 @@ class IndexFolder:
         """
         if self._engine is not None or self._remote is not None or self._replaced():
             return None
-        return held_bytes(self.path / "kv", texts, len(self.contexts))
+        return held_bytes(self.path / "kv", texts, len(contexts(self.settings)))
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete the KV of texts, by whatever model and in whatever codec; says how many went."""

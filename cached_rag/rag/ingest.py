@@ -183,9 +183,9 @@ class Ingestion:
 
     def _emptied(self, files: Mapping[str, Path], skipped: Iterable[tuple[str, str]]) -> list[str]:
         """Documents whose files have been emptied: nobody wants anything of them any more."""
-        unread, sources = {file for file, _ in skipped}, set(self.index.sources())
-        left = {one: file for one, file in files.items() if str(file) in unread and one in sources}
-        return [one for one, file in left.items() if _is_empty(file)]
+        by_name = {str(file): source for source, file in files.items()}
+        unread = {by_name[name] for name, _ in skipped}.intersection(self.index.sources())
+        return [source for source in unread if _is_empty(files[source])]
 
     def _called(
         self, path: Path, files: Sequence[Path], name: str | None, reader: ConfinedReader

@@ -221,7 +221,7 @@ def test_an_answer_nobody_asks_about_has_no_trace_made_and_no_profile_read(fille
     filled.generate_batch([ask(), ask(CHUNKS[0])], max_tokens=2)
     stream = filled.stream(ask(*CHUNKS), max_tokens=2)
     lookup = Lookup([], [], "", 0.0, Clock())
-    asked = AnswerStream(stream, "Why?", (), lookup, Tools(filled.tokenization))
+    asked = AnswerStream(stream, "Why?", (), lookup, Tools(filled.tokenization).growing())
     assert "".join(asked) == asked.answer.text
     answer = asked.answer
     assert not made
