@@ -327,6 +327,12 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         async with aclosing(self.apieces()) as pieces:
             return "".join([piece async for piece in pieces])
 
+    def finish(self) -> Answer:
+        """Take the pieces that are left, and give the whole answer."""
+        for _ in self:
+            pass
+        return self.answer
+
     def close(self) -> None:
         """Stop generating."""
         self.stream.close()

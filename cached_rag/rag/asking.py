@@ -256,10 +256,7 @@ class Chat:
             ConfigError: an empty index or question, or a bad setting.
             ContextOverflowError: the question alone does not fit the model's context.
         """
-        stream = self.stream(question, **options)
-        for _ in stream:
-            pass
-        return stream.answer
+        return self.stream(question, **options).finish()
 
     def stream(self, question: str, **options: Any) -> AnswerStream:
         """As `ask`, piece by piece. If the answer before it is not whole yet, it ends here."""

@@ -83,7 +83,8 @@ class Splitter:
     def split(self, document: Document) -> list[Chunk]:
         """The document's chunks, in order."""
         count = cache(self._count_tokens)  # the same words and lines come again
-        if document.language and _is_written_by_hand(document.text):
+        longest = max(map(len, document.text.split("\n")))
+        if document.language and longest <= _LONGEST_LINE:
             texts = _split_code(document.text, document.language, count, self._most)
         else:
             texts = [part.strip() for part in self._split(document.text, 0, count)]
@@ -148,11 +149,6 @@ def _pieces(text: str, separator: re.Pattern[str]) -> list[str]:
     """A text cut behind each separator; joined, the pieces are the text again."""
     ends = (found.end() for found in separator.finditer(text))
     return [text[a:b] for a, b in pairwise((0, *ends, len(text))) if a < b]
-
-
-def _is_written_by_hand(text: str) -> bool:
-    """Whether no line of source code is so long that it must be some program's output."""
-    return max(map(len, text.split("\n"))) <= _LONGEST_LINE
 
 
 def _split_code(
