@@ -14,7 +14,6 @@
     │   └── StoreFullError         no room left on the disk
     ├── ClusterError           other machines' processes cannot be reached, or failed
     ├── DocumentError          a document that cannot be read, has no text, or is not there
-    │   └── SlowDocumentError      one that takes more time than it was given at first
     ├── PMLError               a schema or a prompt in PML that is wrong (also a ValueError)
     ├── IndexMismatchError     an index made with other settings than the ones asked for
     ├── MissingPackageError    what an extra brings is not installed (also an ImportError)
@@ -49,7 +48,6 @@ __all__ = [
     "ModelNotFoundError",
     "PMLError",
     "RelocationError",
-    "SlowDocumentError",
     "StoreError",
     "StoreFullError",
     "needs_extra",
@@ -122,10 +120,6 @@ class ClusterError(CachedRAGError):
 
 class DocumentError(CachedRAGError):
     """A document cannot be read, holds no text, or is not there."""
-
-
-class SlowDocumentError(DocumentError):
-    """A document takes more time to read than it was given at first; it is read behind others."""
 
 
 class IndexMismatchError(CachedRAGError):

@@ -19,6 +19,9 @@ from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
 _OF_METHODS = ("method", "quality", "recompute_ratio")
 # For the one question there is; and full prefill, to compare it with, must not find what it left.
 _ONCE = options.opening(sequence_bytes=0)
+_Compare = Annotated[
+    bool, typer.Option(help="Answer with full prefill, too, which reuses nothing.")
+]
 _HELP = (
     "Ask; /new begins anew, /sources shows the last answer's chunks, /help says this again, /quit "
     "or an empty line ends. A question that begins with / is asked with a blank before it."
@@ -33,9 +36,7 @@ def ask_command(
         options.Given, options.answering(Retrieval, shown=("where", "temperature"), max_tokens=128)
     ],
     how: Annotated[options.Given, _ONCE],
-    compare: Annotated[
-        bool, typer.Option(help="Answer with full prefill, too, which reuses nothing.")
-    ] = False,
+    compare: _Compare = False,
     as_json: Json = False,
 ) -> None:
     """Ask the documents of an index; the answer streams."""
@@ -58,9 +59,7 @@ def explain_command(
     *,
     asked: Annotated[options.Given, options.answering(Retrieval, max_tokens=128)],
     how: Annotated[options.Given, _ONCE],
-    compare: Annotated[
-        bool, typer.Option(help="Answer with full prefill, too, to have its time.")
-    ] = False,
+    compare: _Compare = False,
     html: Annotated[
         Path | None,
         typer.Option(
@@ -90,9 +89,7 @@ def search_command(
     *,
     wanted: Annotated[
         options.Given,
-        options.OptionsOf(
-            (Retrieval,), only=("k", "where", "min_score"), parsers={"where": options.filters}
-        ),
+        options.OptionsOf((Retrieval,), only=("k", "where", "min_score")),
     ],
     how: Annotated[
         options.Given,

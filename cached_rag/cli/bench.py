@@ -9,18 +9,16 @@ import shutil
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 import cached_rag
 from cached_rag.cli import options, terminal
 from cached_rag.cli.terminal import Json, out
 from cached_rag.config import DEFAULT_MODEL
-from cached_rag.errors import ConfigError
 from cached_rag.kv.files import make_folder
-from cached_rag.options import check_types, require
+from cached_rag.options import require
 from cached_rag.rag.folder import IndexConfig
 
 if TYPE_CHECKING:
@@ -35,11 +33,6 @@ QUESTIONS = (
     "Who is the release manager of Python 3.6?",
     "In which Python version does UTF-8 mode become the default?",
     "Which syntax does PEP 604 propose for union types?",
-)
-
-bench_app = typer.Typer(
-    help="Measure speed, as ratios within one run. Without a command: time to first token of each "
-    "method, against full prefill."
 )
 
 
@@ -66,7 +59,11 @@ def demo_command(
             f"{summary.chunks} chunks, {summary.encoded} prefilled now in {summary.seconds:.0f} s\n"
         )
         rag.ask(QUESTIONS[0], max_tokens=1)  # the first answer of a process is slower
-        out.print(_compared(rag))
+        ratios = [_compared(rag, question) for question in QUESTIONS]
+    first, whole = (
+        terminal.sooner(statistics.median(column)) for column in zip(*ratios, strict=True)
+    )
+    out.print(f"Median: first token {first} than full prefill, whole answer {whole}.\n")
     for line in (
         f"The index is in {index}; its documents are in {documents}, put yours there. Then:",
         f"  cached-rag ingest {documents} --index {index}",
@@ -75,27 +72,21 @@ def demo_command(
         out.print(line, soft_wrap=True)
 
 
-def _compared(rag: cached_rag.CachedRAG) -> Table:
-    """Ask each question with `auto` and with full prefill; prints answers, returns the times."""
-    table = Table("question", "prompt", "", "first token", "whole answer")
-    ratios: list[tuple[float, float]] = []
-    for number, question in enumerate(QUESTIONS, 1):
-        out.print(f"{number}. {question}", style="bold")
-        cached = _shown(rag, question)
-        full = rag.ask(question, method="full", max_tokens=_MAX_TOKENS)
-        whole, own = full.report, cached.report
-        ratios.append((whole.ttft_ms / own.ttft_ms, whole.total_ms / own.total_ms))
-        size = f"{own.prompt_tokens} tokens"
-        table.add_row(str(number), size, "full prefill", *_times(whole))
-        said = "same answer" if full.text == cached.text else "other words"
-        table.add_row("", said, "cached (auto)", *_times(own), end_section=True)
-    medians = (terminal.sooner(statistics.median(column)) for column in zip(*ratios, strict=True))
-    table.add_row("median", "", "", *medians)
-    return table
+def _compared(rag: cached_rag.CachedRAG, question: str) -> tuple[float, float]:
+    """Print answers with `auto` and with full prefill.
 
-
-def _times(report: cached_rag.Report) -> tuple[str, str]:
-    return f"{report.ttft_ms / 1000:.2f} s", f"{report.total_ms / 1000:.2f} s"
+    Returns:
+        How many times as long full prefill takes to the first token, and for the whole answer.
+    """
+    out.print(question, style="bold")
+    stream = rag.stream(question, max_tokens=_MAX_TOKENS)
+    terminal.print_pieces(stream)
+    answer = stream.answer
+    full = rag.ask(question, method="full", max_tokens=_MAX_TOKENS)
+    terminal.print_answer(answer, full, sources=answer.sources[:3], as_json=False)
+    out.print()
+    own, other = answer.report, full.report
+    return other.ttft_ms / own.ttft_ms, other.total_ms / own.total_ms
 
 
 def _copied(folder: Path) -> Path:
@@ -106,15 +97,6 @@ def _copied(folder: Path) -> Path:
         if not target.exists():
             shutil.copy(CORPUS / target.name, target)
     return folder
-
-
-def _shown(rag: cached_rag.CachedRAG, question: str) -> cached_rag.Answer:
-    stream = rag.stream(question, max_tokens=_MAX_TOKENS)
-    terminal.print_pieces(stream)
-    out.print()
-    terminal.print_hits(stream.sources[:3])
-    out.print()
-    return stream.answer
 
 
 @dataclass(frozen=True)
@@ -128,6 +110,9 @@ class FirstTokens:
         methods: methods to compare, comma-separated.
         ratio: share of cached tokens to recompute.
         repeats: rounds that are measured, after a round to warm up.
+
+    Raises:
+        ConfigError: a count is less than 1.
     """
 
     chunks: int = 8
@@ -138,48 +123,11 @@ class FirstTokens:
     repeats: int = 5
 
     def __post_init__(self) -> None:
-        check_counts(self)
+        for name, value in vars(self).items():
+            require(not isinstance(value, int) or value >= 1, f"{name} is at least 1, not {value}")
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What questions are asked about, how long their answers are, and how often.
-
-    Attributes:
-        methods: methods to compare, comma-separated.
-        prompt_tokens: lengths of prompts, comma-separated.
-        chunk_tokens: about how many tokens a chunk has.
-        new_tokens: tokens of an answer.
-        texts: folder of plain texts to cut chunks from; None for the demo's.
-        repeats: rounds that are measured, after a round to warm up.
-    """
-
-    methods: str = "full,auto"
-    prompt_tokens: str = "1024,4096"
-    chunk_tokens: int = 512
-    new_tokens: int = 64
-    texts: str | None = None
-    repeats: int = 3
-
-    def __post_init__(self) -> None:
-        check_counts(self)
-
-
-def check_counts(settings: Any) -> None:
-    """Refuse whole numbers that are less than 1.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    check_types(settings)
-    for name, value in vars(settings).items():
-        require(not isinstance(value, int) or value >= 1, f"{name} is at least 1, not {value}")
-
-
-@bench_app.callback(invoke_without_command=True)
-@options.with_settings
-def ttft(
-    context: typer.Context,
+def bench_command(
     model: options.Model = DEFAULT_MODEL,
     *,
     asked: Annotated[FirstTokens, options.OptionsOf()],
@@ -187,9 +135,6 @@ def ttft(
     as_json: Json = False,
 ) -> None:
     """Time to first token of each method against full prefill, in one run."""
-    if context.invoked_subcommand is not None:
-        _refuse_options(context)
-        return
     from cached_rag.evaluation.machine import machine
     from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ingest, bench_ttft
 
@@ -226,56 +171,6 @@ def _cells(row: TtftRow) -> dict[str, object]:
         "charged": f"{row.charged_recompute:.3f}",
         "overhead ms": f"{row.overhead_ms:.1f}",
     }
-
-
-def _refuse_options(context: typer.Context) -> None:
-    """Refuse options of this command that stand before another one, which would not have them."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = [name for name, at in sources.items() if at is not None and at.name == "COMMANDLINE"]
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)} stand before {context.invoked_subcommand}, which has options of "
-            "its own; put them behind it"
-        )
-
-
-@bench_app.command("answers", cls=options.SettingsCommand)
-@options.with_settings
-def answers_command(
-    model: options.Model = DEFAULT_MODEL,
-    *,
-    asked: Annotated[Answers, options.OptionsOf()],
-    how: options.Loading,
-    as_json: Json = False,
-) -> None:
-    """Whole answers of each method over chunks of your texts.
-
-    Beside transformers' own, if it runs the model.
-    """
-    from cached_rag.evaluation import answers
-    from cached_rag.evaluation.machine import machine
-
-    lengths = options.counts(asked.prompt_tokens, "prompt tokens")
-    corpus = answers.joined(CORPUS if asked.texts is None else Path(asked.texts))
-    # Nothing is kept of finished prompts, and nothing is computed while another one answers.
-    store = cached_rag.StoreConfig(sequence_bytes=0, write_back=False, learn_prefixes=False)
-    with cached_rag.Engine.load(model, store=store, **how) as engine:
-        peers: dict[str, answers.Peer] = {}
-        if how.get("backend", "transformers") == "transformers":
-            peers["transformers"] = answers.Transformers(engine)
-        peers |= {name: answers.Own(engine, name) for name in options.names(asked.methods)}
-        sizes = {"chunk_tokens": asked.chunk_tokens, "new_tokens": asked.new_tokens}
-        questions = answers.make_questions(
-            engine, corpus, lengths, **sizes, rounds=asked.repeats + 1
-        )
-        rows = [
-            row
-            for each in questions
-            for row in answers.bench_answers(peers, each, asked.new_tokens)
-        ]
-        about = {name: peer.about for name, peer in peers.items()}
-        facts = machine(engine.model) | {"peers": about}
-    terminal.print_rows(rows, facts, as_json=as_json)
 
 
 def doctor_command(

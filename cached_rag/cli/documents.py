@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,19 +27,6 @@ _INTERRUPTED = 130
 _MOST_LINES = 20
 
 
-class IngestCommand(options.SettingsCommand):
-    """A command that takes `--ray` without an address, too."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give a lone `--ray` the address of this machine."""
-        given = []
-        for argument, following in zip_longest(args, args[1:], fillvalue="-"):
-            given.append(argument)
-            if argument == "--ray" and following.startswith("-"):
-                given.append("local")
-        return super().parse_args(ctx, given)
-
-
 @dataclass(frozen=True)
 class Ingesting:
     """How documents are taken in.
@@ -49,8 +35,8 @@ class Ingesting:
         name: name of PATH in the index, instead of its own.
         delete_missing: drop documents gone from PATH.
         watch: go on, and keep the index in step with the folder PATH.
-        ray: do it on a Ray cluster: auto for the one of this machine, host:port, or
-            ray://host:10001; without an address, in processes of this machine (extra ray).
+        ray: do it on a Ray cluster (docs/scale.md): local, auto, host:port or ray://host:10001;
+            local begins one on this machine, auto takes the one that runs there (extra ray).
         ray_workers: workers on the cluster; None for as many as fit.
         ray_cpus: CPUs of each worker; None for 1.
         ray_gpus: GPUs of each worker, such as 1 or 0.5; None for none.
@@ -112,8 +98,6 @@ def ingest_command(
         options.OptionsOf(
             (IndexConfig, ModelConfig, StoreConfig, DocumentLimits),
             shown=("chunk_tokens", "codec", "first_exact", "search", "device", "remote"),
-            but=options.NOT_OF_AN_INDEX,
-            environment=options.ENVIRONMENT,
         ),
     ],
     as_json: Json = False,
@@ -153,42 +137,36 @@ def _print(summary: cached_rag.IngestSummary, *, as_json: bool) -> None:
         f"{summary.encoded} prefilled now ({summary.tokens} tokens in all passes) "
         f"in {summary.seconds:.1f} s; the index has {summary.stored_bytes / 2**20:.0f} MiB of KV"
     )
+    for note in _notes(summary):
+        err.print(note, style="yellow")
+
+
+def _notes(summary: cached_rag.IngestSummary) -> Iterator[str]:
+    """What the user of an index should know of an ingestion besides."""
     if summary.unsent:
-        line = (
-            f"KV of {summary.unsent} chunks did not reach the remote store; ingest again to send it"
-        )
-        err.print(line, style="yellow")
+        yield f"KV of {summary.unsent} chunks is not in the remote store; ingest again to send it"
     if summary.missing:
-        err.print(
+        yield (
             f"{len(summary.missing)} documents are gone from there, and answers go on citing them; "
             "drop them with --delete-missing, or one with `cached-rag delete`: "
-            + _some(list(map(shown, summary.missing)), ", "),
-            style="yellow",
+            + _some(list(map(shown, summary.missing)), ", ")
         )
-    _print_left_out(summary)
+    if not (summary.added or summary.unchanged or summary.skipped):
+        yield "there is no file of a known kind"
+    if summary.skipped:
+        yield _some([f"skipped {reason}" for _, reason in summary.skipped], "\n")
+    if summary.passed_over:
+        from cached_rag.rag.readers import READERS
+
+        total = sum(count for _, count in summary.passed_over)
+        kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in summary.passed_over)
+        yield f"{total} files passed over: {kinds}; known kinds: {', '.join(sorted(READERS))}"
 
 
 def _some(lines: Sequence[str], between: str) -> str:
     """The first lines, and how many others there are."""
     rest = len(lines) - _MOST_LINES
     return between.join([*lines[:_MOST_LINES], *([f"{rest} others (see --json)"] * (rest > 0))])
-
-
-def _print_left_out(summary: cached_rag.IngestSummary) -> None:
-    """Print which files could not be read, and which are of no known kind."""
-    from cached_rag.rag.readers import READERS
-
-    if not (summary.added or summary.unchanged or summary.skipped):
-        err.print("there is no file of a known kind", style="yellow")
-    if summary.skipped:
-        lines = [f"skipped {reason}" for _, reason in summary.skipped]
-        err.print(_some(lines, "\n"), style="yellow")
-    if summary.passed_over:
-        total = sum(count for _, count in summary.passed_over)
-        kinds = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in summary.passed_over)
-        known = ", ".join(sorted(READERS))
-        line = f"{total} files passed over: {kinds}; known kinds: {known}"
-        err.print(line, style="yellow")
 
 
 def list_command(index: options.Index = options.DEFAULT_INDEX, as_json: Json = False) -> None:
@@ -236,12 +214,7 @@ def delete_command(
     *,
     how: Annotated[
         options.Given,
-        options.OptionsOf(
-            (StoreConfig,),
-            shown=("remote",),
-            only=("remote", "remote_timeout"),
-            environment=options.ENVIRONMENT,
-        ),
+        options.OptionsOf((StoreConfig,), shown=("remote",), only=("remote", "remote_timeout")),
     ],
     as_json: Json = False,
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,22 +28,19 @@ class Comparing:
             measured with each of them.
         journal: file that keeps every measurement, from which an interrupted run goes on; None for
             one in the cache directory, named by model and settings.
-        csv: write the rows to this file, too.
         plot: draw the figures to this file (.png, .svg, ...).
 
     Raises:
-        ConfigError: a file cannot be written.
+        ConfigError: the file cannot be written.
     """
 
     methods: str = _METHODS
     ratio: str = "0.15"
     journal: str | None = None
-    csv: str | None = None
     plot: str | None = None
 
     def __post_init__(self) -> None:
-        for path in (self.csv, self.plot):
-            to_write(None if path is None else Path(path))
+        to_write(None if self.plot is None else Path(self.plot))
 
 
 def evaluate_command(
@@ -94,8 +90,6 @@ def evaluate_command(
     wanted = [(trial.name, trial.ratio) for trial in trials]
     chosen = [row for row in settings.chosen(kept) if (row["method"], row["ratio"]) in wanted]
     rows, measured = summarise(chosen, wanted), origins(chosen)
-    if asked.csv is not None:
-        _write_csv(rows, Path(asked.csv))
     if asked.plot is not None:
         plot_frontier(rows, Path(asked.plot))
     if as_json:
@@ -108,13 +102,6 @@ def evaluate_command(
         places = (f"{one['rows']} at {one['commit']}, {one['processor']}" for one in measured)
         out.print(f"Measured at several places: {'; '.join(places)}", style="yellow")
     out.print(f"Measurements are kept in {where}", style="dim")
-
-
-def _write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:

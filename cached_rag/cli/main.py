@@ -14,23 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from cached_rag import __version__
-from cached_rag.cli.ask import ask_command, chat_command, explain_command, search_command
-from cached_rag.cli.bench import bench_app, demo_command, doctor_command
-from cached_rag.cli.documents import (
-    IngestCommand,
-    delete_command,
-    hold_command,
-    ingest_command,
-    list_command,
-)
-from cached_rag.cli.eval import evaluate_command
+from cached_rag.cli import ask, bench, documents, schema, serve, store
+from cached_rag.cli import eval as evaluating
 from cached_rag.cli.options import FILE, SettingsCommand, with_settings
-from cached_rag.cli.schema import schema_app
-from cached_rag.cli.serve import serve_command
-from cached_rag.cli.store import store_app
 from cached_rag.cli.terminal import err, out
 from cached_rag.errors import CachedRAGError, ConfigError
 from cached_rag.options import unknown_settings
@@ -50,24 +38,24 @@ app = typer.Typer(
     context_settings={"max_content_width": 100},
 )
 _COMMANDS: dict[str, Callable[..., None]] = {
-    "ask": ask_command,
-    "chat": chat_command,
-    "explain": explain_command,
-    "list": list_command,
-    "search": search_command,
-    "delete": delete_command,
-    "hold": hold_command,
-    "demo": demo_command,
-    "doctor": doctor_command,
-    "eval": evaluate_command,
-    "serve": serve_command,
+    "ingest": documents.ingest_command,
+    "ask": ask.ask_command,
+    "chat": ask.chat_command,
+    "explain": ask.explain_command,
+    "list": documents.list_command,
+    "search": ask.search_command,
+    "delete": documents.delete_command,
+    "hold": documents.hold_command,
+    "demo": bench.demo_command,
+    "doctor": bench.doctor_command,
+    "bench": bench.bench_command,
+    "eval": evaluating.evaluate_command,
+    "serve": serve.serve_command,
 }
-app.command("ingest", cls=IngestCommand)(with_settings(ingest_command))
 for _name, _command in _COMMANDS.items():
     app.command(_name, cls=SettingsCommand)(with_settings(_command))
-app.add_typer(store_app, name="store")
-app.add_typer(schema_app, name="schema")
-app.add_typer(bench_app, name="bench")
+app.add_typer(store.store_app, name="store")
+app.add_typer(schema.schema_app, name="schema")
 
 
 @app.callback()
@@ -82,13 +70,12 @@ def root(
     ] = None,
 ) -> None:
     """Take settings from a file, too."""
-    assert isinstance(context.command, TyperGroup)
-    context.default_map = defaults_from(config, context.command.commands)
+    context.default_map = defaults_from(config, context.command)
     if config is None and context.default_map:
         err.print(f"settings of {FILE}", style="dim")
 
 
-def defaults_from(file: Path | None, commands: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def defaults_from(file: Path | None, command: Any) -> dict[str, Any]:
     """What a file of settings has for each command, by the command's name.
 
     Settings at its top are for all commands that have them, those of a table for the command of
@@ -96,7 +83,7 @@ def defaults_from(file: Path | None, commands: Mapping[str, Any]) -> dict[str, d
 
     Args:
         file: None for the one in the working folder, if there is one.
-        commands: click's, by name.
+        command: click's group of all commands.
 
     Raises:
         ConfigError: the file cannot be read, or has what no such command has.
@@ -110,39 +97,40 @@ def defaults_from(file: Path | None, commands: Mapping[str, Any]) -> dict[str, d
         raise ConfigError(
             f'{path} cannot be read: {error}; see docs/quickstart.md, "Settings"'
         ) from error
-    tables = {name: found.pop(name) for name in list(found) if name in commands}
-    _check_known(path, found, set().union(*map(_names, commands.values())))
-    return {
-        name: _defaults_of(command, found, tables.get(name, {}), f"{path}, [{name}]")
-        for name, command in commands.items()
-    }
+    return _defaults_of(command, {}, found, path, "")
 
 
 def _defaults_of(
-    command: Any, common: Mapping[str, Any], own: Mapping[str, Any], where: str
+    command: Any, common: Mapping[str, Any], own: Mapping[str, Any], path: Path, table: str
 ) -> dict[str, Any]:
-    """A command's defaults, as click takes them; those of commands below it by their names."""
-    below, has = getattr(command, "commands", {}), {one.name for one in command.params}
-    mine = {name: value for name, value in own.items() if name not in below}
-    _check_known(where, mine, has)
-    mine = {name: value for name, value in common.items() if name in has} | mine
+    """A command's defaults, as click takes them; those of commands below it by their names.
+
+    Args:
+        common: settings of the tables that this one is in.
+        own: those of this table, and the tables in it.
+    """
+    below = getattr(command, "commands", {})
+    # A setting may be called as a command is: `search`, `store`.
+    tables = {n: value for n, value in own.items() if n in below and isinstance(value, dict)}
+    mine = {name: value for name, value in own.items() if name not in tables}
+    known = _names(command)
+    if unknown := [name for name in mine if name not in known]:
+        where = f"{path}, [{table}]" if table else path
+        raise ConfigError(f"{where}: {unknown_settings(unknown, sorted(known))}")
+    settings = {**common, **mine}
     # Click would make Python's text of an object.
-    plain = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in mine.items()}
-    return plain | {
-        name: _defaults_of(one, common, own.get(name, {}), f"{where[:-1]}.{name}]")
-        for name, one in below.items()
-    }
+    given = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in settings.items()}
+    defaults = {one.name: given[one.name] for one in command.params if one.name in given}
+    for name, one in below.items():
+        inner = f"{table}.{name}" if table else name
+        defaults[name] = _defaults_of(one, settings, tables.get(name, {}), path, inner)
+    return defaults
 
 
 def _names(command: Any) -> set[str]:
     """The settings of a command, and of those below it."""
     below = getattr(command, "commands", {}).values()
     return {one.name for one in command.params}.union(*map(_names, below))
-
-
-def _check_known(where: object, given: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"{where}: {unknown_settings(unknown, sorted(known))}")
 
 
 @app.command()

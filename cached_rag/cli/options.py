@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ import cached_rag
 from cached_rag.config import GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
 from cached_rag.options import Setting, settings_of
-from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
+from cached_rag.rag.folder import IndexConfig, Reranking
 from cached_rag.rag.index import DocumentIndex
 
 # Looked for in the working folder.
@@ -30,7 +31,33 @@ FILE = Path("cached-rag.toml")
 _ALL = "--help-all"
 _MORE = f"{_ALL} shows rare options, too. All may stand in {FILE}: docs/quickstart.md."
 _WORDS = {"true": True, "false": False}
+# The first sentence of a help text, or what stands before its first semicolon.
+_BRIEF = re.compile(r"(\([^)]*\)|\{[^}]*\}|[.;](?! |$)|[^.;])*")
+# Variables of the environment that stand for an option.
+_ENVIRONMENT = {"remote": "CACHED_RAG_REMOTE", "api_key": "CACHED_RAG_API_KEYS"}
+# Settings that are no options: an index has its own folder for KV; the key comes from the
+# environment, as others see what a command is given; of `model_kwargs` some load code; and the
+# others are for programs, which want a form, or study a method.
+_NO_OPTIONS = (
+    *("path", "namespace", "signing_key", "model_kwargs"),
+    *("grammar", "shows_control", "check_layer", "gradual", "logprobs", "ignore_eos"),
+)
 Number = TypeVar("Number", int, float)
+
+
+def filters(where: list[str]) -> dict[str, list[str]]:
+    """What `--where` says, by field.
+
+    Raises:
+        ConfigError: one of them has no "=".
+    """
+    found: dict[str, list[str]] = {}
+    for text in where:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--where takes FIELD=VALUE, not {text!r}")
+        found.setdefault(name, []).append(value)
+    return found
 
 
 @dataclass(frozen=True)
@@ -46,8 +73,6 @@ class OptionsOf:
         only: those that the command has; empty for all.
         but: those that it does not have.
         defaults: those that this command has other defaults for.
-        parsers: what makes a setting of the option's texts, where it is no plain one.
-        environment: variables of the environment that stand for some.
     """
 
     kinds: tuple[type, ...] = ()
@@ -55,28 +80,25 @@ class OptionsOf:
     only: tuple[str, ...] = ()
     but: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    parsers: Mapping[str, Callable[[list[str]], Any]] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Setting]:
         """Those that the command has, by name."""
         found = settings_of(*self.kinds)
-        names = [name for name in self.only or found if name not in self.but]
+        names = [name for name in self.only or found if name not in (*self.but, *_NO_OPTIONS)]
         return {name: found[name] for name in names}
 
     def parameters(self) -> Iterator[inspect.Parameter]:
         """A parameter of the command line for each; None where it is not given."""
         for name, one in self.settings.items():
-            is_parsed = name in self.parsers
-            kind = list[str] if is_parsed else _plain_type(one.type)
+            kind = list[str] if name == "where" else _plain_type(one.type)
             default = self.defaults.get(name, one.default)
             option = typer.Option(
                 _flag(name, kind, default),
                 help=_brief(one.help) + _said(default),
                 hidden=self.shown is not None and name not in self.shown,
-                envvar=self.environment.get(name),
-                metavar="FIELD=VALUE" if is_parsed else None,
+                envvar=_ENVIRONMENT.get(name),
+                metavar="FIELD=VALUE" if name == "where" else None,
             )
             annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
             yield inspect.Parameter(
@@ -88,17 +110,19 @@ class OptionsOf:
         found = dict(self.defaults)
         for name, one in self.settings.items():
             if (value := values.pop(name)) not in (None, []):
-                found[name] = self._parsed(one, value)
+                found[name] = _parsed(one, value)
         return found
 
-    def _parsed(self, one: Setting, value: Any) -> Any:
-        if one.name in self.parsers:
-            return self.parsers[one.name](value)
-        if isinstance(value, list):
-            return tuple(value)
-        if _is_any_of(one.type, Mapping) and isinstance(value, str):
-            return _object(one.name, value)
-        return _WORDS.get(value, value) if _is_any_of(one.type, bool) else value
+
+def _parsed(one: Setting, value: Any) -> Any:
+    """A setting of what the command line read for it."""
+    if one.name == "where":
+        return filters(value)
+    if isinstance(value, list):
+        return tuple(value)
+    if Mapping in _members(one.type):
+        return _object(one.name, value)
+    return _WORDS.get(value, value) if bool in _members(one.type) else value
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -161,40 +185,30 @@ def _said(default: Any) -> str:
 
 def _brief(text: str) -> str:
     """The first thing that a help text says, as a sentence."""
-    depth = 0
-    for at, (sign, after) in enumerate(zip(text, text[1:] + " ", strict=True)):
-        depth += (sign in "({") - (sign in ")}")
-        if sign in ".;" and after == " " and not depth:
-            text = text[:at]
-            break
+    found = _BRIEF.match(text)
+    text = found[0] if found else text
     return text[:1].upper() + text[1:] + "."
 
 
 def _plain_type(kind: Any) -> Any:
     """What the command line reads for a setting of a type."""
-    if str in (members := _members(kind)):
-        return str
-    plain = [one for one in members if one in (bool, int, float)]
-    if len(plain) == len(members) == 1:
-        return plain[0]
-    return list[str] if _is_any_of(kind, tuple) else str
+    members = _members(kind)
+    if len(members) == 1 and members[0] in (bool, int, float):
+        return members[0]
+    return list[str] if tuple in members else str
 
 
 def _members(kind: Any) -> list[Any]:
-    """The types of a union, less None."""
+    """The types of a union, less None and what they are of."""
     found = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    return [one for one in found if one is not type(None)]
-
-
-def _is_any_of(kind: Any, wanted: type) -> bool:
-    return any((get_origin(one) or one) is wanted for one in _members(kind))
+    return [get_origin(one) or one for one in found if one is not type(None)]
 
 
 def _object(name: str, text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is a JSON object, not {text!r}: {error}") from error
+    except ValueError:
+        found = None
     if not isinstance(found, dict):
         raise ConfigError(f"{name} is a JSON object, not {text!r}")
     return found
@@ -236,36 +250,12 @@ IndexModel = Annotated[
     str | None, typer.Option("--model", help=f"{_MODEL} An index keeps the one it was made with.")
 ]
 
-# How a model is loaded. Of its `model_kwargs` some load code, which no file of settings may name.
+# How a model is loaded.
 Loading = Annotated[
-    Given,
-    OptionsOf(
-        (ModelConfig,), shown=("device", "dtype", "weights", "backend"), but=("model_kwargs",)
-    ),
+    Given, OptionsOf((ModelConfig,), shown=("device", "dtype", "weights", "backend"))
 ]
-# What a form, or a method that is being studied, needs stands in programs.
-_OF_PROGRAMS = ("grammar", "shows_control", "check_layer", "gradual", "logprobs", "ignore_eos")
 # What the first ingestion of an index settles.
 SETTLED = ("embedding", "chunk_tokens", "codec", "primers", "first_exact", "system")
-ENVIRONMENT = {"remote": "CACHED_RAG_REMOTE"}
-# What an index has in its own folder. The key comes from the environment: others see what a command
-# is given.
-NOT_OF_AN_INDEX = ("path", "namespace", "signing_key", "model_kwargs")
-
-
-def filters(where: list[str]) -> dict[str, list[str]]:
-    """What `--where` says, by field.
-
-    Raises:
-        ConfigError: one of them has no "=".
-    """
-    found: dict[str, list[str]] = {}
-    for text in where:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise ConfigError(f"--where takes FIELD=VALUE, not {text!r}")
-        found.setdefault(name, []).append(value)
-    return found
 
 
 def answering(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> OptionsOf:
@@ -273,9 +263,7 @@ def answering(*kinds: type, shown: tuple[str, ...] = (), **defaults: Any) -> Opt
     return OptionsOf(
         (*kinds, GenerationConfig),
         shown=("k", "method", "quality", "max_tokens", *shown),
-        but=_OF_PROGRAMS,
         defaults=defaults,
-        parsers={"where": filters} if Retrieval in kinds else {},
     )
 
 
@@ -284,9 +272,8 @@ def opening(**defaults: Any) -> OptionsOf:
     return OptionsOf(
         (IndexConfig, Reranking, ModelConfig, StoreConfig),
         shown=("search", "device", "backend", "remote"),
-        but=(*SETTLED, *NOT_OF_AN_INDEX),
+        but=SETTLED,
         defaults=defaults,
-        environment=ENVIRONMENT,
     )
 
 
@@ -310,7 +297,6 @@ def documents_of(index: Path) -> closing[DocumentIndex]:
 
 def opened(index: Path, **options: Any) -> cached_rag.CachedRAG:
     """See `CachedRAG.open`; a folder that is no index is refused, as by `require_index`."""
-
     require_index(index)
     return cached_rag.CachedRAG.open(index, **signed(options))
 
@@ -351,11 +337,3 @@ def numbers(text: str, kind: Callable[[str], Number], what: str) -> list[Number]
         return [kind(part) for part in names(text)]
     except ValueError:
         raise ConfigError(f"{what}, comma-separated where several, not {text!r}") from None
-
-
-def counts(text: str, what: str) -> list[int]:
-    """Whole numbers between commas, each 1 or more; see `numbers`."""
-    found = numbers(text, int, f"{what} are whole numbers")
-    if not found or min(found) < 1:
-        raise ConfigError(f"{what} are whole numbers, 1 or more, not {text!r}")
-    return found

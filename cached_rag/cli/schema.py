@@ -18,7 +18,6 @@ from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, PMLError
 
 if TYPE_CHECKING:
-    from cached_rag.pml import SchemaPrompt
     from cached_rag.pml.schema import Outline
 
 schema_app = typer.Typer(help="Prompts made of modules, in PML.", no_args_is_help=True)
@@ -102,7 +101,6 @@ def encode(
     as_json: Json = False,
 ) -> None:
     """Prefill all modules, into the folder --store; those that have KV are not computed again."""
-
     if placing.store is None:
         raise ConfigError("give --store, a folder for KV: else nothing is left of it")
     schema = placing.read(file)
@@ -148,8 +146,10 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Answer a prompt of a schema; modules that have no KV are prefilled first."""
-
-    filled = _prompt(placing.read(file), prompt)
+    schema = placing.read(file)
+    is_written_out = prompt.lstrip().startswith("<")
+    read = schema.prompt_from_string if is_written_out else schema.prompt_from_file
+    filled = read(prompt)
     filled = filled.then(said.text) if said.text else filled
     # Full prefill must not find what the first answer left.
     settings = cached_rag.StoreConfig(placing.store, sequence_bytes=0)
@@ -159,9 +159,3 @@ def run(
         text = print_pieces(stream, are_shown=not as_json)
         full = engine.generate(filled, **plainly(asked)) if said.compare else None
     print_answer(stream.generation(text), full, as_json=as_json)
-
-
-def _prompt(schema: cached_rag.Schema, prompt: str) -> SchemaPrompt:
-    if prompt.lstrip().startswith("<"):
-        return schema.prompt_from_string(prompt)
-    return schema.prompt_from_file(prompt)

@@ -15,9 +15,7 @@ from cached_rag.errors import ConfigError, needs_extra
 from cached_rag.options import parted
 from cached_rag.server import ServerConfig
 
-_LISTENING = options.OptionsOf(
-    shown=("host", "port", "name", "api_key"), environment={"api_key": "CACHED_RAG_API_KEYS"}
-)
+_LISTENING = options.OptionsOf(shown=("host", "port", "name", "api_key"))
 _USUAL = options.OptionsOf(
     shown=("method", "quality"), only=("method", "quality", "recompute_ratio")
 )
@@ -27,14 +25,12 @@ _ENGINE = options.OptionsOf(
         *("device", "dtype", "weights", "backend"),
         *("memory_bytes", "disk_bytes", "max_rows", "remote"),
     ),
-    but=("model_kwargs", "path", "namespace", "signing_key"),
     defaults={
         "learn": "recurring",
         "sequence_bytes": 1 << 30,
         "max_waiting": 256,
         "max_wait_seconds": 60.0,
     },
-    environment=options.ENVIRONMENT,
 )
 
 

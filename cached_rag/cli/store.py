@@ -35,22 +35,16 @@ store_app = typer.Typer(help="Look after the KV store of an index.", no_args_is_
 @store_app.command()
 def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """How much KV an index holds."""
+    prompts = _of_kept(index, lambda kept: kept.nbytes, 0)
     with _disk_store(index) as store:
-        facts = {
-            "path": str(store.path),
-            "codec": store.codec.name,
-            "texts": len(store),
-            "bytes": store.nbytes,
-            "prompts_bytes": _of_kept(index, lambda kept: kept.nbytes, 0),
-        }
+        path, codec, texts, nbytes = str(store.path), store.codec.name, len(store), store.nbytes
     if as_json:
-        print_json(facts)
+        found = {"path": path, "codec": codec, "texts": texts, "bytes": nbytes}
+        print_json(found | {"prompts_bytes": prompts})
     else:
-        gib = int(str(facts["bytes"])) / 2**30
         out.print(
-            f"{facts['texts']} texts, each encoding counted, {gib:.2f} GiB, "
-            f"codec {facts['codec']}, in {facts['path']}; "
-            f"{int(str(facts['prompts_bytes'])) / 2**20:.1f} MiB of finished prompts",
+            f"{texts} texts, each encoding counted, {nbytes / 2**30:.2f} GiB, codec {codec}, "
+            f"in {path}; {prompts / 2**20:.1f} MiB of finished prompts",
             soft_wrap=True,
         )
 
@@ -128,29 +122,29 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
     gone: list[tuple[int, int]] = []
     with _disk_store(index) as store:
 
-        def measured(act: Callable[[], int]) -> tuple[int, int]:
+        def drop_needless() -> tuple[int, int]:
             size = store.nbytes
-            return act(), size - store.nbytes
+            count = holdings.forget_digests(folder, _unneeded(index))
+            count += holdings.drop_strays(folder)
+            return count, size - store.nbytes
 
-        steps: tuple[Callable[[], tuple[int, int]], ...] = (
-            lambda: measured(lambda: holdings.forget_digests(folder, _unneeded(index))),
-            lambda: measured(lambda: holdings.drop_strays(folder)),
-            lambda: store.prune(max_bytes),
-            lambda: _of_kept(index, lambda kept: kept.prune(_left(store, max_bytes)), (0, 0)),
-            lambda: measured(lambda: sum(map(_compact, databases))),
-        )
-        for step in steps:
+        def prune_kept() -> tuple[int, int]:
+            left = None if max_bytes is None else max(0, max_bytes - store.nbytes)
+            return _of_kept(index, lambda kept: kept.prune(left), (0, 0))
+
+        def compact() -> tuple[int, int]:
+            for path in databases:
+                with closing(Database(path, "")) as database:
+                    database.compact()
+            return 0, 0
+
+        for step in (drop_needless, lambda: store.prune(max_bytes), prune_kept, compact):
             try:
                 gone.append(step())
             except StoreFullError:
                 gone.append(_make_room(store, databases, max_bytes))
                 gone.append(step())
     return sum(count for count, _ in gone), sum(nbytes for _, nbytes in gone)
-
-
-def _left(store: DiskStore, max_bytes: int | None) -> int | None:
-    """What a bound leaves for finished prompts."""
-    return None if max_bytes is None else max(0, max_bytes - store.nbytes)
 
 
 def _of_kept(index: Path, ask: Callable[[KeptPrompts], _T], otherwise: _T) -> _T:
@@ -162,13 +156,6 @@ def _of_kept(index: Path, ask: Callable[[KeptPrompts], _T], otherwise: _T) -> _T
         return otherwise
     with closing(KeptPrompts(folder, secret=signing_key())) as kept:
         return ask(kept)
-
-
-def _compact(path: Path) -> int:
-    """Write a database anew; returns how many files of KV went with it: none."""
-    with closing(Database(path, "")) as database:
-        database.compact()
-    return 0
 
 
 def _make_room(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import sys
@@ -66,23 +65,10 @@ def print_machine(facts: Mapping[str, object]) -> None:
 
 def plain(row: Any) -> dict[str, Any]:
     """A dataclass as a dictionary, its floats rounded to four significant digits."""
-    return {name: _rounded(value) for name, value in dataclasses.asdict(row).items()}
-
-
-def _rounded(value: Any) -> Any:
-    if not isinstance(value, float) or value == 0 or not math.isfinite(value):
-        return value
-    return round(value, max(0, 3 - math.floor(math.log10(abs(value)))))
-
-
-def print_rows(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:
-    """Print dataclasses of one type and the machine of their figures, as a table or as JSON."""
-    found = [plain(row) for row in rows]
-    if as_json:
-        print_json({"rows": found, "machine": facts})
-        return
-    print_table([{name.replace("_", " "): cell for name, cell in row.items()} for row in found])
-    print_machine(facts)
+    return {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
+        for name, value in dataclasses.asdict(row).items()
+    }
 
 
 def print_pieces(pieces: Iterable[str], *, are_shown: bool = True) -> str:

@@ -15,13 +15,13 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.config import check_room
-from cached_rag.engine.report import Report
+from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.rag.search import Hit
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine
     from cached_rag.engine.explanation import Explanation
     from cached_rag.engine.stream import Stream
-    from cached_rag.engine.tools import Tools
+    from cached_rag.engine.tools import GrowingAnswer
     from cached_rag.engine.trace import Trace, TraceSource
 
 # A message with its role and content; of a conversation's questions with their chunks, too.
@@ -224,6 +224,25 @@ class Answer:
         return f"<Answer {shown!r}, {len(self.sources)} sources>"
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """What was found for a question.
+
+    Attributes:
+        hits: best first.
+        notes: what to tell the user about it.
+        text: what was searched for.
+        ms: how long that took, in milliseconds.
+        clock: started when the question was asked.
+    """
+
+    hits: list[Hit]
+    notes: list[str]
+    text: str
+    ms: float
+    clock: Clock
+
+
 @dataclass(eq=False, repr=False)
 class AnswerStream(Iterator[str], AsyncIterable[str]):
     """The pieces of an answer, for a loop or an asynchronous loop, but not for both.
@@ -232,21 +251,18 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
 
     Attributes:
         stream: the engine's, of which these are the pieces; take them from one of the two.
+        sources: the chunks that are in its prompt.
+        lookup: what was found, of which not all need to be in it.
     """
 
     stream: Stream
     question: str
     sources: tuple[Hit, ...]
-    _tools: InitVar[Tools]
-    _search_ms: float
-    _notes: list[str]
-    _searched: str = ""
+    lookup: Lookup
+    _growing: GrowingAnswer
     _text: list[str] = field(default_factory=list)
     _thought: list[str] = field(default_factory=list)
     _ended: Callable[[Answer], object] | None = None
-
-    def __post_init__(self, _tools: Tools) -> None:
-        self._growing = _tools.growing()
 
     def when_ended(self, ended: Callable[[Answer], object]) -> None:
         """Have `ended` called with the answer once it is whole, closed or dropped, but not failed.
@@ -258,13 +274,13 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
     @property
     def answer(self) -> Answer:
         """The answer as far as it was taken; complete once all pieces were."""
-        found = self.stream.report
-        report = replace(found, search_ms=self._search_ms, notes=[*self._notes, *found.notes])
+        report, lookup = self.stream.report, self.lookup
+        report = replace(report, search_ms=lookup.ms, notes=[*lookup.notes, *report.notes])
         text, thought = "".join(self._text), "".join(self._thought)
         if thought and not text and self.stream.finish_reason == "length":
             report.notes.append(_CUT_OFF)
         return Answer(
-            *(text, self.sources, report, self.question, self._searched, thought),
+            *(text, self.sources, report, self.question, lookup.text, thought),
             trace_source=self.stream.trace_source,
         )
 
@@ -310,6 +326,12 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         """All pieces, without blocking the event loop; a cancelled task stops the generation."""
         async with aclosing(self.apieces()) as pieces:
             return "".join([piece async for piece in pieces])
+
+    def finish(self) -> Answer:
+        """Take the pieces that are left, and give the whole answer."""
+        for _ in self:
+            pass
+        return self.answer
 
     def close(self) -> None:
         """Stop generating."""

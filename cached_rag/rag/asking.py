@@ -11,7 +11,7 @@ import asyncio
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Rendered
@@ -19,13 +19,12 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError
 from cached_rag.library.matching import ANCHOR
-from cached_rag.rag.answer import Answer, AnswerStream, Dialogue, Prompts, Turn, searched
+from cached_rag.rag.answer import Answer, AnswerStream, Dialogue, Lookup, Prompts, Turn, searched
 from cached_rag.rag.chunks import Reranker
-from cached_rag.rag.folder import IndexFolder, Reranking, Retrieval
+from cached_rag.rag.folder import IndexFolder, Reranking, Retrieval, contexts
 from cached_rag.rag.search import Hit
 
 if TYPE_CHECKING:
-    from cached_rag.engine.stream import Stream
     from cached_rag.engine.tools import Tools
 
 # What is said instead of an answer from nothing.
@@ -37,32 +36,6 @@ _REWRITE = (
     "question.\n\nQuestion: {}"
 )
 _MOST_REWRITTEN = 64
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """What was found for a question.
-
-    Attributes:
-        hits: best first.
-        notes: what to tell the user about it.
-        text: what was searched for.
-        ms: how long that took, in milliseconds.
-        clock: started when the question was asked.
-    """
-
-    hits: list[Hit]
-    notes: list[str]
-    text: str
-    ms: float
-    clock: Clock
-
-    def answered(
-        self, stream: Stream, question: str, hits: Sequence[Hit], tools: Tools
-    ) -> AnswerStream:
-        """The answer, with the chunks that are in its prompt and what is to be told of them."""
-        found = tuple(hits)
-        return AnswerStream(stream, question, found, tools, self.ms, self.notes, self.text)
 
 
 class Asking:
@@ -127,14 +100,15 @@ class Asking:
         config = config.replace(stop=(*config.stop, *self.prompts.stop))
         tools = self.form(parts_thoughts=config.grammar is None)
         stream = self.engine.stream(prompt, tools.settings(config), clock=lookup.clock)
-        return lookup.answered(stream, question, hits, tools)
+        return AnswerStream(stream, question, tuple(hits), lookup, tools.growing())
 
     def decline(self, question: str, lookup: Lookup) -> AnswerStream:
         """Say that nothing was found, without asking the model."""
         from cached_rag.engine.stream import ToldStream
 
         told = ToldStream(NOTHING_FOUND, Report("none", charged_recompute=0.0))
-        return lookup.answered(told, question, (), self.form(parts_thoughts=False))
+        form = self.form(parts_thoughts=False)
+        return AnswerStream(told, question, (), lookup, form.growing())
 
     def form(self, *, parts_thoughts: bool) -> Tools:
         """The form of an answer, without tools; imported late, as that takes long."""
@@ -158,7 +132,7 @@ class Asking:
         with library.shelf.spared():
             gone = self.index.orphans(texts)  # deleted since they were found
             self._folder.forget_later(gone)
-            self.engine.encode([], self.prompts.head(), context=self._folder.contexts)
+            self.engine.encode([], self.prompts.head(), context=contexts(self._folder.settings))
 
 
 def find(
@@ -209,8 +183,8 @@ def _reranked(reranker: Reranker, text: str, hits: Sequence[Hit]) -> list[Hit]:
     scores = list(reranker(text, [hit.text for hit in hits]))
     if len(scores) != len(hits):
         raise ConfigError(f"the reranker gave {len(scores)} scores for {len(hits)} texts")
-    order = sorted(range(len(hits)), key=lambda place: -float(scores[place]))
-    return [hits[place] for place in order]
+    ranked = sorted(zip(scores, hits, strict=True), key=lambda one: -float(one[0]))
+    return [hit for _, hit in ranked]
 
 
 def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
@@ -282,10 +256,7 @@ class Chat:
             ConfigError: an empty index or question, or a bad setting.
             ContextOverflowError: the question alone does not fit the model's context.
         """
-        stream = self.stream(question, **options)
-        for _ in stream:
-            pass
-        return stream.answer
+        return self.stream(question, **options).finish()
 
     def stream(self, question: str, **options: Any) -> AnswerStream:
         """As `ask`, piece by piece. If the answer before it is not whole yet, it ends here."""

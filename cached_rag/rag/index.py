@@ -32,6 +32,8 @@ RECALLED = ("backend", "dtype", "weights", "revision", "adapter")
 # Settings that an index remembers, and that may be others each time: those that decide whose KV
 # serves, and how chunks are found.
 _CHANGEABLE = (*RECALLED, "search")
+# All chunks, each as a signed row.
+_ROWS = f"SELECT {SIGNED}, c.checksum {CHUNKS}"
 _SCHEMA = f"""
 PRAGMA foreign_keys = ON;
 CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -84,7 +86,7 @@ class DocumentIndex:
 
     def check(self) -> list[Problem]:
         """What is damaged: the file, or rows of chunks."""
-        return self._database.check({"chunks": f"SELECT {SIGNED}, c.checksum {CHUNKS}"})
+        return self._database.check({"chunks": _ROWS})
 
     def settings(self) -> dict[str, str]:
         """What the index was made with; empty while it has no document."""
@@ -176,14 +178,11 @@ class DocumentIndex:
             title = chunks[0].title if chunks else source
             row = (source, digest, title)
             connection.execute("INSERT INTO documents VALUES (?, ?, ?, 0, '')", row)
-            found = [
-                (
-                    *(chunk.ordinal, chunk.text, vector.astype(np.float32).tobytes()),
-                    json.dumps(chunk.metadata),
-                )
-                for chunk, vector in zip(chunks, vectors, strict=True)
-            ]
-            rows = [(source, *values, row_sum(title, *values)) for values in found]
+            rows = []
+            for chunk, vector in zip(chunks, vectors, strict=True):
+                data, known = vector.astype(np.float32).tobytes(), json.dumps(chunk.metadata)
+                values = (chunk.ordinal, chunk.text, data, known)
+                rows.append((source, *values, row_sum(title, *values)))
             columns = "source, ordinal, text, vector, metadata, checksum"
             sql = f"INSERT INTO chunks ({columns}) VALUES (?, ?, ?, ?, ?, ?)"
             connection.executemany(sql, rows)
@@ -260,7 +259,7 @@ class DocumentIndex:
         Raises:
             IndexMismatchError: they have others, and this user may not write the index.
         """
-        query = f"SELECT {SIGNED}, c.checksum {CHUNKS} ORDER BY c.id DESC LIMIT ?"
+        query = f"{_ROWS} ORDER BY c.id DESC LIMIT ?"
         rows = list(filter(is_sound, self._database.rows(query, _COMPARED)))
         if not rows:
             return
@@ -283,8 +282,7 @@ class DocumentIndex:
 
     def _embed_again(self, embedder: Embeddings) -> None:
         """Give all chunks other vectors, in one transaction; damaged ones keep theirs."""
-        query = f"SELECT {SIGNED}, c.checksum {CHUNKS} ORDER BY c.id"
-        rows = list(filter(is_sound, self._database.rows(query)))
+        rows = list(filter(is_sound, self._database.rows(f"{_ROWS} ORDER BY c.id")))
         changed = []
         for begin in range(0, len(rows), EMBED_CHUNKS):
             some = rows[begin : begin + EMBED_CHUNKS]
@@ -300,8 +298,7 @@ class DocumentIndex:
             self._search.forget()
 
     def _chunks(self, source: str) -> list[Row]:
-        query = f"SELECT {SIGNED}, c.checksum {CHUNKS} WHERE c.source = ? ORDER BY c.ordinal"
-        return self._database.rows(query, source)
+        return self._database.rows(f"{_ROWS} WHERE c.source = ? ORDER BY c.ordinal", source)
 
     def _texts(self, source: str) -> list[str]:
         query = "SELECT text FROM chunks WHERE source = ? ORDER BY ordinal"

@@ -18,7 +18,7 @@ from threading import Event
 import numpy as np
 from numpy.typing import NDArray
 
-from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError, needs_extra
+from cached_rag.errors import ConfigError, DocumentError, needs_extra
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.rag.chunks import Chunk
 from cached_rag.rag.document import Document, DocumentLimits, assembled
@@ -29,8 +29,6 @@ from cached_rag.rag.reading_process import ConfinedReader
 from cached_rag.rag.search import described
 from cached_rag.rag.workers import IngestTask, Preparation, Prepare, content, groups
 
-# Files that take longer to read are read behind all others.
-_PATIENCE_S = 10.0
 # How often a watch says that nothing happened.
 _TIMEOUT_MS = 1000
 # If more files change at a time, the folder is looked through once instead of once a file.
@@ -137,34 +135,22 @@ class Ingestion:
         changed = {s: f for s, f in files.items() if not self.index.is_as_stamped(s, stamps[s])}
         texts = {source: self.index.texts(source) for source in files.keys() - changed.keys()}
         added, skipped = 0, []
-        for source, found, say in self._loaded(changed, reader, progress):
-            if isinstance(found, DocumentError):
-                skipped.append((str(files[source]), str(found)))
-                continue
-            is_new = self._update(source, found, say)
-            self.index.put_stamp(source, stamps[source])
-            texts[source] = self.index.texts(source)
-            added += is_new
-            if is_new:
-                say("counting tokens", 1.0)
-                self.preparation.engine.register(texts[source])
-        return added, skipped, texts
-
-    def _loaded(
-        self, files: Mapping[str, Path], reader: ConfinedReader, progress: Shown
-    ) -> Iterator[tuple[str, Document | DocumentError, Say]]:
-        """Files as they are read; those that take long come last, so that no other one waits."""
-        slow = {}
-        with reading(files.values(), is_shown=progress) as begun:
-            for source, (file, say) in zip(files, begun, strict=True):
+        with reading(changed.values(), is_shown=progress) as begun:
+            for source, (file, say) in zip(changed, begun, strict=True):
                 say("reading", 0.0)
-                found = _load(reader, file, _PATIENCE_S)
-                if isinstance(found, SlowDocumentError):
-                    slow[source] = file
-                else:
-                    yield source, found, say
-            for source, file in slow.items():
-                yield source, _load(reader, file, None), lambda *_: None
+                try:
+                    document = reader.load(file)
+                except DocumentError as error:
+                    skipped.append((str(file), str(error)))
+                    continue
+                is_new = self._update(source, document, say)
+                self.index.put_stamp(source, stamps[source])
+                texts[source] = self.index.texts(source)
+                added += is_new
+                if is_new:
+                    say("counting tokens", 1.0)
+                    self.preparation.engine.register(texts[source])
+        return added, skipped, texts
 
     def _gather(
         self, files: Mapping[str, Path], prepare: Prepare, progress: Shown
@@ -197,9 +183,9 @@ class Ingestion:
 
     def _emptied(self, files: Mapping[str, Path], skipped: Iterable[tuple[str, str]]) -> list[str]:
         """Documents whose files have been emptied: nobody wants anything of them any more."""
-        unread, sources = {file for file, _ in skipped}, set(self.index.sources())
-        left = {one: file for one, file in files.items() if str(file) in unread and one in sources}
-        return [one for one, file in left.items() if _is_empty(file)]
+        by_name = {str(file): source for source, file in files.items()}
+        unread = {by_name[name] for name, _ in skipped}.intersection(self.index.sources())
+        return [source for source in unread if _is_empty(files[source])]
 
     def _called(
         self, path: Path, files: Sequence[Path], name: str | None, reader: ConfinedReader
@@ -214,7 +200,7 @@ class Ingestion:
         if not is_text(source):  # no document is called so
             return False
         try:
-            return self.index.holds(source, content(reader.load(file, _PATIENCE_S)))
+            return self.index.holds(source, content(reader.load(file)))
         except DocumentError:
             return False
 
@@ -314,14 +300,6 @@ def _is_empty(file: Path) -> bool:
         return file.stat().st_size == 0
     except OSError:
         return False
-
-
-def _load(reader: ConfinedReader, file: Path, seconds: float | None) -> Document | DocumentError:
-    """A document, or why it cannot be read, which is also that it takes more than these seconds."""
-    try:
-        return reader.load(file, seconds)
-    except DocumentError as error:
-        return error
 
 
 def watch(

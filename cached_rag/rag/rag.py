@@ -340,10 +340,7 @@ class CachedRAG:
             ConfigError: an empty index, an empty question, or a bad setting or history.
             ContextOverflowError: question and history alone do not fit the model's context.
         """
-        stream = self.stream(question, history=history, config=config, **options)
-        for _ in stream:
-            pass
-        return stream.answer
+        return self.stream(question, history=history, config=config, **options).finish()
 
     def ask_many(self, questions: Sequence[str], **options: Any) -> list[Answer]:
         """Answer several questions together, in one batch; each answer is the one of `ask`.
@@ -362,10 +359,7 @@ class CachedRAG:
             streams.extend(self.stream(question, **options) for question in questions)
             for stream in streams:
                 stream.stream.start()
-            for stream in streams:
-                for _ in stream:
-                    pass
-            return [stream.answer for stream in streams]
+            return [stream.finish() for stream in streams]
         finally:
             for stream in streams:
                 stream.stream.cancel()

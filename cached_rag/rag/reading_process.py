@@ -24,7 +24,7 @@ from threading import Thread
 
 import psutil
 
-from cached_rag.errors import ConfigError, DocumentError, SlowDocumentError
+from cached_rag.errors import ConfigError, DocumentError
 from cached_rag.rag.document import Document, DocumentLimits, shown, too_long
 from cached_rag.rag.readers import is_built_in, load_document
 
@@ -77,14 +77,10 @@ class ConfinedReader:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def load(self, path: Path | str, seconds: float | None = None) -> Document:
+    def load(self, path: Path | str) -> Document:
         """As `load_document`. Readers that an application added are called in this process.
 
-        Args:
-            seconds: how long it may take, if that is less than the limit.
-
         Raises:
-            SlowDocumentError: it takes more than the seconds given.
             DocumentError: also if the document goes beyond its limits.
             ConfigError: no other process can be begun.
         """
@@ -101,7 +97,7 @@ class ConfinedReader:
             "seconds": limits.parse_seconds,
         }
         try:
-            found = json.loads(self._answer(path, json.dumps(wanted).encode() + b"\n", seconds))
+            found = json.loads(self._answer(path, json.dumps(wanted).encode() + b"\n"))
         except BaseException:
             self._end()
             raise
@@ -112,7 +108,7 @@ class ConfinedReader:
         parts = tuple((begin, known) for begin, known in found["parts"])
         return Document(**found | {"source": str(path), "parts": parts})
 
-    def _answer(self, path: Path | str, line: bytes, seconds: float | None) -> bytes:
+    def _answer(self, path: Path | str, line: bytes) -> bytes:
         """What the process answers to a line.
 
         Raises:
@@ -127,7 +123,7 @@ class ConfinedReader:
         try:
             while thread.is_alive():
                 thread.join(_LOOK_SECONDS)
-                self._check(path, process.pid, time.monotonic() - begin, seconds)
+                self._check(path, process.pid, time.monotonic() - begin)
         except BaseException:
             process.kill()  # which ends the thread, too
             thread.join()
@@ -141,15 +137,13 @@ class ConfinedReader:
             )
         return answer
 
-    def _check(self, path: Path | str, pid: int, passed: float, seconds: float | None) -> None:
+    def _check(self, path: Path | str, pid: int, passed: float) -> None:
         limits = self._limits
         if limits.parse_seconds is not None and passed > limits.parse_seconds:
             raise DocumentError(
                 f"{shown(path)}: takes more than {limits.parse_seconds:g} s to read; remove or "
                 "split it, or raise the limit (parse_seconds=, --parse-seconds)"
             )
-        if seconds is not None and passed > seconds:
-            raise SlowDocumentError(f"{shown(path)}: takes more than {seconds:g} s to read")
         if limits.parse_memory_bytes is not None and _resident(pid) > limits.parse_memory_bytes:
             raise DocumentError(
                 f"{shown(path)}: takes more than {limits.parse_memory_bytes} bytes of memory to "

@@ -1,4 +1,4 @@
-"""Finds chunks by their vectors and their words: FAISS and BM25 in memory, from an index's file.
+"""Finds chunks by their vectors and their words: cosines and BM25 in memory, from an index's file.
 
 Part numbers, error codes and names have no near meaning; a text has them or not. What another
 process writes there is found by the next search. Filters say which chunks may be found.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 import sqlite3
 import threading
 import unicodedata
@@ -17,13 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cached_rag.errors import ConfigError
-from cached_rag.kv.database import Database, Row
+from cached_rag.kv.database import Database
 from cached_rag.rag.document import Metadata, searchable, shown
 
 # Characters of a title: that of a text without one is its first paragraph.
@@ -35,8 +35,8 @@ _LONGEST = 4000
 # A chunk's columns without metadata, as an earlier version had it; and those its checksum is of.
 SIGNED = "c.id, d.title, c.ordinal, c.text, c.vector, c.metadata"
 CHUNKS = "FROM chunks c JOIN documents d USING (source)"
-# Most values that SQLite takes for one query, with much to spare.
-_MOST_NAMED = 10_000
+# As many ids as there are in a list, in JSON.
+_LISTED = "(SELECT value FROM json_each(?))"
 # How many places of an order are joined with another's; farther down nothing much is added.
 _FUSED = 100
 # Accents do not matter, in Latin script; marks that other scripts write vowels with do.
@@ -114,15 +114,13 @@ def judge(where: Where, known: Collection[str]) -> Callable[[Hit], bool]:
         if name not in FIELDS and name not in known:
             names = ", ".join([*FIELDS, *sorted(known)])
             raise ConfigError(f"no chunk has a field {name!r} to filter by; there are: {names}")
-        if any(isinstance(value, str) and len(value) > _LONGEST for value in _several(wanted)):
-            raise ConfigError(
-                f"a filter's value has at most {_LONGEST} characters; {name!r} has more"
-            )
-        if not all(isinstance(value, str | int | float) for value in _several(wanted)):
-            raise ConfigError(
-                f"a filter's value is a string, a number, or a collection of these; {name!r} has "
-                f"{wanted!r}"
-            )
+        for value in _several(wanted):
+            is_long = isinstance(value, str) and len(value) > _LONGEST
+            if is_long or not isinstance(value, str | int | float):
+                raise ConfigError(
+                    f"a filter's value is a string of at most {_LONGEST} characters, a number, or "
+                    f"a collection of these; {name!r} has {reprlib.repr(wanted)}"
+                )
     return lambda hit: all(_fits(_value(hit, name), wanted) for name, wanted in where.items())
 
 
@@ -175,9 +173,10 @@ class Search:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._faiss: Any = None
-        # What FAISS was built from: the file as other processes left it, and as this one did.
-        self._built = (-1, -1)
+        # The chunks' ids, ascending, and (len(ids), dim) float32, a vector of each.
+        self._vectors = np.empty(0, np.int64), np.empty((0, 0), np.float32)
+        # What these were taken from: the file as other processes left it, and as this one did.
+        self._vectors_of = (-1, -1)
         self._changes = 0
         # The words, and what they were taken from: the checksum of each chunk.
         self._words: WordSearch | None = None
@@ -213,27 +212,29 @@ class Search:
             ConfigError: a filter by what no chunk has; or SQLite cannot search for words.
         """
         with self._lock:
-            index = self._index()
+            ids, vectors = self._all_vectors()
             words = self._index_of_words() if by != "vectors" else None
-        if index is None:
+        if not len(ids):
             return []
         among = self._fitting(where) if isinstance(where, Mapping) else None
         fits = where if callable(where) else None
-        total = index.ntotal if among is None else len(among)
-        vector = vector.astype(np.float32)
+        with np.errstate(all="ignore"):  # by damaged vectors
+            cosines = vectors @ vector.astype(np.float32)
+        best = np.argsort(cosines, kind="stable")[::-1]  # of equals the latest
+        if among is not None:
+            best = best[np.isin(ids[best], among)]
+        total = len(best if among is None else among)
         hits: dict[str, Hit] = {}
         reach, seen = 0, set[int]()
         while reach < total and len(hits) < k:
             reach = min(total, max(2 * reach, 2 * k, _FUSED if words else 0))
-            found = _by_vector(index, vector, reach, among) if by != "words" else {}
+            order: list[int] = ids[best[:reach]].tolist() if by != "words" else []
             if words is not None:
                 with self._lock:
-                    named = words.nearest(text, reach, among)
-                order = fused(list(found), named)
-                found = {one: found.get(one) or _cosine(index, one, vector) for one in order}
-            # Those of one score stand in any order: a wider search may have others first.
-            new = {chunk: score for chunk, score in found.items() if chunk not in seen}
-            for hit in self._hits(list(new), list(new.values())):
+                    order = fused(order, words.nearest(text, reach, among))
+            # Of a wider search others may stand first.
+            new = [chunk for chunk in order if chunk not in seen]
+            for hit in self._hits(new, _scores(new, ids, cosines)):
                 if fits is None or fits(hit):
                     hits.setdefault(hit.text, hit)
             seen.update(new)
@@ -259,11 +260,8 @@ class Search:
 
     def _hits(self, ids: list[int], scores: list[float]) -> Iterator[Hit]:
         """The chunks that have these ids, but for those that are gone or damaged."""
-        query = f"SELECT {SIGNED}, c.checksum, c.source {CHUNKS} WHERE c.id IN "
-        rows: list[Row] = []
-        for begin in range(0, len(ids), _MOST_NAMED):
-            named = ids[begin : begin + _MOST_NAMED]
-            rows += self._database.rows(f"{query}({','.join('?' * len(named))})", *named)
+        query = f"SELECT {SIGNED}, c.checksum, c.source {CHUNKS} WHERE c.id IN {_LISTED}"
+        rows = self._database.rows(query, json.dumps(ids))
         sources = {row[0]: str(row[-1]) for row in rows}
         by_id = {row[0]: row for row in self._database.sound(row[:-1] for row in rows)}
         for chunk, score in zip(ids, scores, strict=True):
@@ -272,26 +270,21 @@ class Search:
                 place = int(str(ordinal))
                 yield Hit(str(text), sources[chunk], str(title), place, score, _known(known))
 
-    def _index(self) -> Any:
-        """FAISS over all vectors, built anew if the file has changed; None without vectors."""
-        import faiss
-
+    def _all_vectors(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """All vectors with their chunks' ids, read anew if the file has changed."""
         now = (self._database.version(), self._changes)  # before the file is read
-        if now == self._built:
-            return self._faiss
-        # Vectors that are not as long as most others are damaged.
-        rows = self._database.rows(
-            "SELECT id, vector FROM chunks WHERE length(vector) = (SELECT length(vector)"
-            " FROM chunks GROUP BY 1 ORDER BY count(*) DESC LIMIT 1) AND typeof(vector) = 'blob'"
-            " AND length(vector) % 4 = 0"
-        )
-        self._faiss = None
-        if rows:
-            vectors = np.stack([np.frombuffer(data, np.float32) for _, data in rows])  # type: ignore[call-overload]
-            self._faiss = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
-            self._faiss.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
-        self._built = now
-        return self._faiss
+        if now != self._vectors_of:
+            # Vectors that are not as long as most others are damaged.
+            rows = self._database.rows(
+                "SELECT id, vector FROM chunks WHERE length(vector) = (SELECT length(vector)"
+                " FROM chunks GROUP BY 1 ORDER BY count(*) DESC LIMIT 1) AND typeof(vector) ="
+                " 'blob' AND length(vector) % 4 = 0 ORDER BY id"
+            )
+            data = b"".join(vector for _, vector in rows)  # type: ignore[misc]
+            vectors = np.frombuffer(data, np.float32).reshape(len(rows), -1 if rows else 0)
+            self._vectors = np.array([chunk for chunk, _ in rows], np.int64), vectors
+            self._vectors_of = now
+        return self._vectors
 
     def _index_of_words(self) -> WordSearch:
         """The words of all chunks; those that came or went since the last time are brought in."""
@@ -302,10 +295,8 @@ class Search:
             kept = dict(self._database.read(_numbered, "SELECT id, checksum FROM chunks"))
             self._words.drop(one for one, sum_ in self._read.items() if kept.get(one) != sum_)
             new = [one for one, sum_ in kept.items() if self._read.get(one) != sum_]
-            for begin in range(0, len(new), _MOST_NAMED):
-                named = new[begin : begin + _MOST_NAMED]
-                query = f"SELECT id, text FROM chunks WHERE id IN ({','.join('?' * len(named))})"
-                self._words.add(self._database.read(_numbered, query, *named))
+            query = f"SELECT id, text FROM chunks WHERE id IN {_LISTED}"
+            self._words.add(self._database.read(_numbered, query, json.dumps(new)))
             self._read, self._words_of = kept, now
         return self._words
 
@@ -314,26 +305,13 @@ def _numbered(number: int, value: object) -> tuple[int, str]:
     return number, str(value)
 
 
-def _by_vector(
-    index: Any, vector: NDArray[np.float32], count: int, among: Sequence[int] | None
-) -> dict[int, float]:
-    """The chunks nearest to a vector with their cosines, best first."""
-    import faiss
-
-    only = None
-    if among is not None:
-        chosen = faiss.IDSelectorBatch(np.array(among, np.int64))
-        only = faiss.SearchParameters(sel=chosen)  # type: ignore[call-arg]
-    scores, ids = index.search(vector[None], count, params=only)
-    return dict(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
-
-
-def _cosine(index: Any, chunk: int, vector: NDArray[np.float32]) -> float:
-    """A chunk's similarity to a vector; of one that has no sound vector the least."""
-    try:
-        return float(index.reconstruct(chunk) @ vector)
-    except RuntimeError:  # FAISS has no such chunk
-        return -1.0
+def _scores(
+    chunks: Sequence[int], ids: NDArray[np.int64], cosines: NDArray[np.float32]
+) -> list[float]:
+    """The cosines of some chunks; of one that has no sound vector the least."""
+    places = np.searchsorted(ids, chunks).clip(max=len(ids) - 1)
+    scores: list[float] = np.where(ids[places] == chunks, cosines[places], -1.0).tolist()
+    return scores
 
 
 def _known(metadata: object) -> Metadata:
@@ -382,7 +360,7 @@ class WordSearch:
         if not (terms := _terms(text)):
             return []
         asked = " OR ".join(f'"{term}"' for term in terms)
-        only = "" if among is None else "AND rowid IN (SELECT value FROM json_each(?))"
+        only = "" if among is None else f"AND rowid IN {_LISTED}"
         query = f"SELECT rowid FROM words WHERE words MATCH ? {only} ORDER BY rank, rowid LIMIT ?"
         given = () if among is None else (json.dumps(among),)
         return [row for (row,) in self._connection.execute(query, (asked, *given, count))]

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import StoreConfig
 from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError, needs_extra
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
+from cached_rag.options import require
 from cached_rag.rag.answer import Prompts
 from cached_rag.rag.chunks import EMBED_CHUNKS, Chunk, Embedder, Embeddings, Splitter
 from cached_rag.rag.document import Document, DocumentLimits
@@ -63,7 +63,13 @@ class Preparation:
         self.splitter = Splitter(count_tokens, chunk_tokens)
         self.contexts = contexts(settings)
         self._head = Prompts(engine, settings["system"]).head()
-        _check_fits(engine, self._head, chunk_tokens)
+        room, before = engine.model.context_length, engine.count_tokens(self._head)
+        require(
+            before + _TITLE_TOKENS + chunk_tokens <= room,
+            f"chunks of {chunk_tokens} tokens, a title ({_TITLE_TOKENS}) and the prompt's head "
+            f"({before}) exceed the model's context of {room}; choose smaller chunk_tokens in a "
+            "new index, or a shorter system prompt",
+        )
 
     def embedded(self, texts: Sequence[str], say: Say = lambda *_: None) -> NDArray[np.float32]:
         """(len(texts), dim) float32; part by part, so that a bar moves in long documents."""
@@ -86,17 +92,6 @@ class Preparation:
         """
         return self.engine.encode(
             documents, self._head, context=self.contexts, token_progress=tokens_done
-        )
-
-
-def _check_fits(engine: Engine, head: Rendered, chunk_tokens: int) -> None:
-    """Refuse what the model cannot read, before an index has it as its setting."""
-    room, before = engine.model.context_length, engine.count_tokens(head)
-    if before + _TITLE_TOKENS + chunk_tokens > room:
-        raise ConfigError(
-            f"chunks of {chunk_tokens} tokens, a title ({_TITLE_TOKENS}) and the prompt's head "
-            f"({before}) exceed the model's context of {room}; choose smaller chunk_tokens in a "
-            "new index, or a shorter system prompt"
         )
 
 

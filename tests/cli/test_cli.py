@@ -112,7 +112,7 @@ def test_prune_keeps_no_less_than_nothing(index):
 
 def test_demo_names_its_folder_as_it_is_called(tmp_path, monkeypatch, model_folder):
     monkeypatch.setattr("cached_rag.cli.bench.DOCUMENTS", ())
-    monkeypatch.setattr("cached_rag.cli.bench._compared", lambda _: "compared")
+    monkeypatch.setattr("cached_rag.cli.bench._compared", lambda *_: (1.0, 1.0))
     monkeypatch.setattr(CachedRAG, "ask", lambda *_, **__: None)
     odd = tmp_path / ("x" * 200 + "[bold]")
     shown = run(cli.app, ["demo", "--index", str(odd), "--model", model_folder])
@@ -309,17 +309,10 @@ def bench(*arguments, app=experiments.app):
     return json.loads(result.stdout)["rows"]
 
 
-def test_options_before_a_command_that_does_not_have_them_are_refused(model_folder):
-    done = run(cli.app, ["bench", "--model", model_folder, "answers"])
-    assert done.exit_code
-    assert "model stand before answers" in str(done.exception)
-
-
 def test_files_for_results_are_looked_at_before_anything_is_measured(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere" / "rows.csv"):
-        for option in ("--csv", "--plot"):
-            done = run(cli.app, ["eval", "--data", "no.jsonl", "--model", "none", option, path])
-            assert "name a file in a folder that is there" in str(done.exception)
+        done = run(cli.app, ["eval", "--data", "no.jsonl", "--model", "none", "--plot", path])
+        assert "name a file in a folder that is there" in str(done.exception)
 
 
 def test_bench_serving_prints_a_row_for_each_way(model_folder):
@@ -584,7 +577,7 @@ def write_set(path, *questions):
 
 def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
     sets = [write_set(tmp_path / f"{name}.jsonl", "What is green?", "Who?") for name in "ab"]
-    files = ["--csv", str(tmp_path / "out.csv"), "--plot", str(tmp_path / "out.png")]
+    files = ["--plot", str(tmp_path / "out.png")]
     options = ["--methods", "full,reuse,epic,auto", "--ratio", "0.1,0.2", "--limit", "1"]
     command = ["eval", "--data", *sets, *options, "--model", model_folder, "--dtype", "float32"]
     result = run(cli.app, [*command, *files, "--json"])
@@ -598,7 +591,6 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
         ("a", "auto", 0.3),
     ]
     assert len(rows) == 15  # of either set, and of both together
-    assert (tmp_path / "out.csv").read_text().startswith("method,ratio,data,n,")
     assert (tmp_path / "out.png").stat().st_size > 1000
     again = run(cli.app, [*command, "--json"])  # from the journal: the very same
     assert json.loads(again.stdout)["rows"] == rows
@@ -614,7 +606,6 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
         (["doctor", "--model", "./no-model"], "there is no model folder"),
         (["eval", "--data", "x.jsonl", "--methods", "nope"], "method 'nope' is not one of"),
         (["eval", "--data", "x.jsonl", "--ratio", "much"], "a ratio is a number"),
-        (["bench", "answers", "--prompt-tokens", "0"], "prompt tokens are whole numbers, 1 or"),
         (["doctor", "--model", "x.gguf"], "there is no GGUF file"),
         (["doctor", "--model", "smollm2-135m", "--dtype", "int7"], "dtype 'int7' is not one of"),
     ],
@@ -639,7 +630,6 @@ def test_errors_are_one_line_and_exit_1(arguments, message, monkeypatch, capsys,
         "demo",
         "doctor",
         "bench",
-        "bench answers",
         "serve",
         "store stats",
         "store verify",
@@ -667,15 +657,6 @@ def test_every_experiment_has_help():
 def test_experiments_refuse_numbers_that_are_none(clients):
     result = run(experiments.app, ["traffic", "x.jsonl", "--clients", clients])
     assert "clients are whole numbers, 1 or" in str(result.exception)
-
-
-def test_bench_answers_prints_a_row_for_transformers_and_each_method(model_folder):
-    sizes = ["--prompt-tokens", "200", "--chunk-tokens", "64", "--new-tokens", "4", "--repeats", 1]
-    rows = bench("bench", "answers", "--model", model_folder, *sizes, app=cli.app)
-    assert [row["peer"] for row in rows] == ["transformers", "full", "auto"]
-    assert rows[1]["agreement"] == 1  # full prefill's tokens are transformers' own
-    nowhere = run(cli.app, ["bench", "answers", "--texts", "nowhere"])
-    assert "there is no folder of texts" in str(nowhere.exception)
 
 
 def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):

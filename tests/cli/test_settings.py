@@ -28,7 +28,7 @@ KINDS = (
 SCREEN = 40
 COMMANDS = (
     *("ask", "chat", "explain", "search", "list", "delete", "demo", "doctor", "serve", "ingest"),
-    *("eval", "bench", "bench answers", "schema run", "schema encode", "store prune"),
+    *("eval", "bench", "schema run", "schema encode", "store prune"),
 )
 
 
@@ -146,6 +146,10 @@ def test_settings_come_from_a_file(listed):
     assert "no index at here" in listed('index = "there"\n[list]\nindex = "here"', "list")
     assert "no index at given" in listed('index = "there"', "list", "--index", "given")
     assert "settings of cached-rag.toml" in listed('index = "there"', "list")
+
+
+def test_a_setting_may_be_called_as_a_command_is(listed):
+    assert "no index at there" in listed('search = "words"\nstore = "kv"\nindex = "there"', "list")
 
 
 def test_a_file_reaches_commands_below_others_and_has_objects(listed, monkeypatch):

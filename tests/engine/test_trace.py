@@ -16,10 +16,11 @@ from tiny_gguf import write_gguf
 from cached_rag import Engine, StoreConfig, Tools
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.engine import trace as tracing
+from cached_rag.engine.report import Clock
 from cached_rag.engine.trace import Coverage, Kind
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.fingerprint import digest
-from cached_rag.rag.answer import AnswerStream
+from cached_rag.rag.answer import AnswerStream, Lookup
 
 METHODS = ("full", "prefix", "reuse", "epic:anchor_tokens=4", "auto", "cacheblend", "random")
 MORE = ("cacheblend:gradual=true", "cacheblend:recompute_ratio=1", "infoflow+epic:anchor_tokens=2")
@@ -219,7 +220,8 @@ def test_an_answer_nobody_asks_about_has_no_trace_made_and_no_profile_read(fille
     generation = filled.generate(ask(*CHUNKS), max_tokens=2)
     filled.generate_batch([ask(), ask(CHUNKS[0])], max_tokens=2)
     stream = filled.stream(ask(*CHUNKS), max_tokens=2)
-    asked = AnswerStream(stream, "Why?", (), Tools(filled.tokenization), 0.0, [])
+    lookup = Lookup([], [], "", 0.0, Clock())
+    asked = AnswerStream(stream, "Why?", (), lookup, Tools(filled.tokenization).growing())
     assert "".join(asked) == asked.answer.text
     answer = asked.answer
     assert not made

@@ -100,7 +100,7 @@ def test_a_command_names_its_extra(tmp_path):
     ingest = ["ingest", str(ROOT / "docs"), "--index", str(tmp_path / "index")]
     commands = [
         ("rag", ingest),
-        ("ray", [*ingest, "--ray"]),
+        ("ray", [*ingest, "--ray", "local"]),
         ("rag", ["demo", "--index", str(tmp_path / "index")]),
         ("serve", ["serve"]),
         ("bench", ["eval", "--data", "set.jsonl"]),

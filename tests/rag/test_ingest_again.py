@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, Engine
 from cached_rag.cli.main import app
-from cached_rag.errors import SlowDocumentError
-from cached_rag.rag import finding, ingest
+from cached_rag.rag import finding
 from cached_rag.rag.reading_process import ConfinedReader
 
 
@@ -41,9 +40,9 @@ def read(monkeypatch):
     """The names of files that were read; files count as settled at once."""
     names, load = [], ConfinedReader.load
 
-    def noted(reader, path, seconds=None):
+    def noted(reader, path):
         names.append(path.name)
-        return load(reader, path, seconds)
+        return load(reader, path)
 
     monkeypatch.setattr(ConfinedReader, "load", noted)
     monkeypatch.setattr(finding, "_SETTLED_NS", 0)
@@ -156,21 +155,6 @@ def test_the_seconds_of_an_ingestion_are_those_of_all_of_it(tmp_path, docs, mode
         assert rag.ingest(docs, progress=False).seconds > 0
         assert rag.ingest(docs, progress=False).seconds > 0
         assert rag.add_texts({"x": CHUNKS[0]}, progress=False).seconds > 0
-
-
-def test_a_file_that_takes_long_is_read_behind_all_others(again, docs, read, monkeypatch):
-    load = ConfinedReader.load
-
-    def slow(reader, path, seconds=None):
-        if path.name == "a.txt" and seconds is not None:
-            assert seconds == ingest._PATIENCE_S
-            raise SlowDocumentError("a.txt: takes more than 10 s to read")
-        return load(reader, path, seconds)
-
-    monkeypatch.setattr(ConfinedReader, "load", slow)
-    summary, _ = again()
-    assert (summary.added, summary.skipped) == (3, ())
-    assert read == ["b.txt", "c.txt", "a.txt"]
 
 
 def test_the_command_line_names_what_is_gone_and_makes_no_index_of_nothing(

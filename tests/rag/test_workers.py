@@ -15,7 +15,6 @@ from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding, assert_same_index, ingest, rows
 
 from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
-from cached_rag.cli.documents import IngestCommand
 from cached_rag.errors import ClusterError, StoreError
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library import encode
@@ -216,23 +215,3 @@ def test_a_worker_refuses_to_make_kv_that_nobody_finds(opened, docs, monkeypatch
     seen.open().preparation.engine.close()
     with pytest.raises(ClusterError, match="other weights or settings"):
         replace(seen, options=recipe.options | {"dtype": "bfloat16"}).open()
-
-
-@pytest.mark.parametrize(
-    ("given", "ray"),
-    [
-        (["p", "--ray"], "local"),
-        (["--ray", "--codec", "int8", "p"], "local"),
-        (["p", "--ray", "auto"], "auto"),
-        (["--ray=h:1", "p"], "h:1"),
-        (["p"], None),
-    ],
-)
-def test_the_address_may_be_left_out(given, ray):
-    from typer.main import get_command
-
-    from cached_rag.cli.main import app
-
-    command = get_command(app).commands["ingest"]
-    assert isinstance(command, IngestCommand)
-    assert command.make_context("ingest", list(given)).params["ray"] == ray

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from cached_rag.cli.bench import CORPUS
-from cached_rag.cli.options import Loading, Model, counts, names
-from cached_rag.cli.terminal import Json, err, print_rows
+from cached_rag.cli.options import Loading, Model, names
+from cached_rag.cli.terminal import Json, err
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.evaluation.answers import joined
-from docs.experiments.commands import Loaded, Methods, NewTokens, Repeats
+from docs.experiments.commands import Loaded, Methods, NewTokens, Repeats, counts, print_rows
 
 _ROOM = 128  # a prompt is some tokens longer than asked for if its chunks do not fit exactly
 

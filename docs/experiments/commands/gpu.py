@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from cached_rag.cli.terminal import Json, print_rows
+from cached_rag.cli.terminal import Json
 from cached_rag.errors import ConfigError
+from docs.experiments.commands import print_rows
 
 
 def gpu(

@@ -10,18 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from cached_rag.cli.options import Loading, Model, names, numbers
-from cached_rag.cli.terminal import (
-    Json,
-    out,
-    plain,
-    print_json,
-    print_machine,
-    print_rows,
-    print_table,
-)
+from cached_rag.cli.terminal import Json, out, plain, print_json, print_machine, print_table
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
-from docs.experiments.commands import Loaded, Methods, Repeats
+from docs.experiments.commands import Loaded, Methods, Repeats, print_rows
 
 
 def models(

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cached_rag.cli.options import Loading, Model, names
-from cached_rag.cli.terminal import Json, err, print_rows
+from cached_rag.cli.terminal import Json, err
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError
-from docs.experiments.commands import NewTokens, Plot
+from docs.experiments.commands import NewTokens, Plot, print_rows
 
 if TYPE_CHECKING:
     from cached_rag.engine.engine import Engine

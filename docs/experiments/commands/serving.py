@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cached_rag.cli.options import Loading, Model, counts, names, numbers
-from cached_rag.cli.terminal import Json, print_rows
+from cached_rag.cli.options import Loading, Model, names, numbers
+from cached_rag.cli.terminal import Json
 from cached_rag.config import DEFAULT_MODEL
-from docs.experiments.commands import Loaded, Methods, NewTokens, Plot, Repeats
+from docs.experiments.commands import Loaded, Methods, NewTokens, Plot, Repeats, counts, print_rows
 
 
 def serving(

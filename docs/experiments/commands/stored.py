@@ -10,9 +10,9 @@ import typer
 from rich.progress import Progress
 
 from cached_rag.cli.options import numbers
-from cached_rag.cli.terminal import Json, err, print_rows
+from cached_rag.cli.terminal import Json, err
 from cached_rag.config import DEFAULT_MODEL
-from docs.experiments.commands import Loaded
+from docs.experiments.commands import Loaded, print_rows
 
 
 def stored(
