@@ -169,7 +169,7 @@ index = Path({str(tmp_path)!r})
 DocumentIndex(index / "documents.sqlite").close()
 for command in (["--help"], ["serve", "--help"], ["list", "--index", str(index)]):
     app(command, standalone_mode=False)
-libraries = {{"torch", "transformers", "sentence_transformers"}}
+libraries = {{"torch", "transformers", "sentence_transformers", "faiss"}}
 assert not libraries & set(sys.modules), command
 from cached_rag import CachedRAG
 CachedRAG.open(index).close()
@@ -183,6 +183,6 @@ assert not libraries - {{"torch"}} & set(sys.modules)
 def test_the_process_that_reads_documents_loads_no_model_library():
     code = (
         "import sys, cached_rag.rag.reading_process;"
-        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+        "assert not {'torch', 'numpy', 'transformers', 'faiss'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Finds chunks by their vectors and their words: cosines and BM25 in memory, from an index's file.
+"""Finds chunks by their vectors and their words: FAISS and BM25 in memory, from an index's file.
 
 Part numbers, error codes and names have no near meaning; a text has them or not. What another
 process writes there is found by the next search. Filters say which chunks may be found.
@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -173,10 +174,9 @@ class Search:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # The chunks' ids, ascending, and (len(ids), dim) float32, a vector of each.
-        self._vectors = np.empty(0, np.int64), np.empty((0, 0), np.float32)
-        # What these were taken from: the file as other processes left it, and as this one did.
-        self._vectors_of = (-1, -1)
+        self._faiss: Any = None
+        # What FAISS was built from: the file as other processes left it, and as this one did.
+        self._built = (-1, -1)
         self._changes = 0
         # The words, and what they were taken from: the checksum of each chunk.
         self._words: WordSearch | None = None
@@ -212,29 +212,27 @@ class Search:
             ConfigError: a filter by what no chunk has; or SQLite cannot search for words.
         """
         with self._lock:
-            ids, vectors = self._all_vectors()
+            index = self._index()
             words = self._index_of_words() if by != "vectors" else None
-        if not len(ids):
+        if index is None:
             return []
         among = self._fitting(where) if isinstance(where, Mapping) else None
         fits = where if callable(where) else None
-        with np.errstate(all="ignore"):  # by damaged vectors
-            cosines = vectors @ vector.astype(np.float32)
-        best = np.argsort(cosines, kind="stable")[::-1]  # of equals the latest
-        if among is not None:
-            best = best[np.isin(ids[best], among)]
-        total = len(best if among is None else among)
+        total = index.ntotal if among is None else len(among)
+        vector = vector.astype(np.float32)
         hits: dict[str, Hit] = {}
         reach, seen = 0, set[int]()
         while reach < total and len(hits) < k:
             reach = min(total, max(2 * reach, 2 * k, _FUSED if words else 0))
-            order: list[int] = ids[best[:reach]].tolist() if by != "words" else []
+            found = _by_vector(index, vector, reach, among) if by != "words" else {}
             if words is not None:
                 with self._lock:
-                    order = fused(order, words.nearest(text, reach, among))
-            # Of a wider search others may stand first.
-            new = [chunk for chunk in order if chunk not in seen]
-            for hit in self._hits(new, _scores(new, ids, cosines)):
+                    named = words.nearest(text, reach, among)
+                order = fused(list(found), named)
+                found = {one: found.get(one) or _cosine(index, one, vector) for one in order}
+            # Those of one score stand in any order: a wider search may have others first.
+            new = {chunk: score for chunk, score in found.items() if chunk not in seen}
+            for hit in self._hits(list(new), list(new.values())):
                 if fits is None or fits(hit):
                     hits.setdefault(hit.text, hit)
             seen.update(new)
@@ -270,21 +268,26 @@ class Search:
                 place = int(str(ordinal))
                 yield Hit(str(text), sources[chunk], str(title), place, score, _known(known))
 
-    def _all_vectors(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """All vectors with their chunks' ids, read anew if the file has changed."""
+    def _index(self) -> Any:
+        """FAISS over all vectors, built anew if the file has changed; None without vectors."""
+        import faiss
+
         now = (self._database.version(), self._changes)  # before the file is read
-        if now != self._vectors_of:
-            # Vectors that are not as long as most others are damaged.
-            rows = self._database.rows(
-                "SELECT id, vector FROM chunks WHERE length(vector) = (SELECT length(vector)"
-                " FROM chunks GROUP BY 1 ORDER BY count(*) DESC LIMIT 1) AND typeof(vector) ="
-                " 'blob' AND length(vector) % 4 = 0 ORDER BY id"
-            )
-            data = b"".join(vector for _, vector in rows)  # type: ignore[misc]
-            vectors = np.frombuffer(data, np.float32).reshape(len(rows), -1 if rows else 0)
-            self._vectors = np.array([chunk for chunk, _ in rows], np.int64), vectors
-            self._vectors_of = now
-        return self._vectors
+        if now == self._built:
+            return self._faiss
+        # Vectors that are not as long as most others are damaged.
+        rows = self._database.rows(
+            "SELECT id, vector FROM chunks WHERE length(vector) = (SELECT length(vector)"
+            " FROM chunks GROUP BY 1 ORDER BY count(*) DESC LIMIT 1) AND typeof(vector) = 'blob'"
+            " AND length(vector) % 4 = 0"
+        )
+        self._faiss = None
+        if rows:
+            vectors = np.stack([np.frombuffer(data, np.float32) for _, data in rows])  # type: ignore[call-overload]
+            self._faiss = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
+            self._faiss.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
+        self._built = now
+        return self._faiss
 
     def _index_of_words(self) -> WordSearch:
         """The words of all chunks; those that came or went since the last time are brought in."""
@@ -305,13 +308,26 @@ def _numbered(number: int, value: object) -> tuple[int, str]:
     return number, str(value)
 
 
-def _scores(
-    chunks: Sequence[int], ids: NDArray[np.int64], cosines: NDArray[np.float32]
-) -> list[float]:
-    """The cosines of some chunks; of one that has no sound vector the least."""
-    places = np.searchsorted(ids, chunks).clip(max=len(ids) - 1)
-    scores: list[float] = np.where(ids[places] == chunks, cosines[places], -1.0).tolist()
-    return scores
+def _by_vector(
+    index: Any, vector: NDArray[np.float32], count: int, among: Sequence[int] | None
+) -> dict[int, float]:
+    """The chunks nearest to a vector with their cosines, best first."""
+    import faiss
+
+    only = None
+    if among is not None:
+        chosen = faiss.IDSelectorBatch(np.array(among, np.int64))
+        only = faiss.SearchParameters(sel=chosen)  # type: ignore[call-arg]
+    scores, ids = index.search(vector[None], count, params=only)
+    return dict(zip(ids[0].tolist(), scores[0].tolist(), strict=True))
+
+
+def _cosine(index: Any, chunk: int, vector: NDArray[np.float32]) -> float:
+    """A chunk's similarity to a vector; of one that has no sound vector the least."""
+    try:
+        return float(index.reconstruct(chunk) @ vector)
+    except RuntimeError:  # FAISS has no such chunk
+        return -1.0
 
 
 def _known(metadata: object) -> Metadata:

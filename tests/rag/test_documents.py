@@ -278,7 +278,7 @@ def test_search_finds_the_nearest_and_other_connections_see_it(index, tmp_path):
 
 
 def test_of_chunks_that_are_equally_near_a_filter_misses_none(index):
-    """A wider search begins with the chunks that a narrower one found."""
+    """FAISS may have others of one score first when it is asked for more."""
     many = [str(number) for number in range(300)]
     index.replace("a", "1", chunks("a", *many), vectors(*[0] * 300))
     for last in range(0, 300, 7):
