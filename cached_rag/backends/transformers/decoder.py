@@ -228,8 +228,3 @@ class Decoder:
         layers = zip(self.layers, modules, strict=True)
         replaced = tuple(replace(layer, module=module) for layer, module in layers)
         return replace(self, network=network, layers=replaced)
-
-    @property
-    def own(self) -> Decoder:
-        """The same without a lean form: the model computes its passes itself."""
-        return self.computed_by(self.model)

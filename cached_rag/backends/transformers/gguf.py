@@ -165,7 +165,11 @@ def _tensors(
         done = processed(_unpacked(tensor), tensor)
         if done.name not in names:
             if done.name is not None and not tensor.name.endswith(_COMPUTED):
-                raise _without_place(tensor.name, kind)
+                raise ModelError(
+                    f"this GGUF file ({kind}) has {tensor.name}, which the model has no place for "
+                    "in transformers: without it its numbers would be wrong. Load it with "
+                    'backend="llama.cpp", or the model it was made from'
+                )
             continue
         name = names[done.name]
         module = name.removesuffix(".weight")
@@ -183,14 +187,6 @@ def _tensors(
             stored.int8.append(_HEAD)
     for name, weights in merged["tensors"].items():
         yield name, weights.bfloat16()
-
-
-def _without_place(tensor: str, kind: str) -> ModelError:
-    return ModelError(
-        f"this GGUF file ({kind}) has {tensor}, which the model has no place for in transformers: "
-        'without it its numbers would be wrong. Load it with backend="llama.cpp", or the model it '
-        "was made from"
-    )
 
 
 def _groups(tensor: Any, weights: Any, process: Callable[[Any, Any], Any]) -> Groups | None:

@@ -130,18 +130,13 @@ class _Given:
 
 def _part(config: Any, rope: dict[str, Any], given: _Given) -> dict[str, float]:
     """How much of each head rotates; empty if the configuration says so already."""
-    width = _head_width(config)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotated = int(given.number("dimension_count", 0))
     if rotated in (0, int(width * (rope.get("partial_rotary_factor") or 1.0))):
         return {}
     if given.kind not in _PARTIAL or rotated > width:
         given.refuse(f"rope.dimension_count {rotated} and heads of {width}")
     return {"partial_rotary_factor": rotated / width}
-
-
-def _head_width(config: Any) -> int:
-    own = getattr(config, "head_dim", None)
-    return int(own or config.hidden_size // config.num_attention_heads)
 
 
 def _scaling(config: Any, given: _Given) -> dict[str, Any]:
@@ -157,10 +152,6 @@ def _scaling(config: Any, given: _Given) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": given.factor}
     if given.scaling != "yarn":
         given.refuse(f"rope.scaling.type {given.scaling!r}")
-    return _yarn(config, given)
-
-
-def _yarn(config: Any, given: _Given) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
         "factor": given.factor,

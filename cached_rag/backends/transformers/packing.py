@@ -293,10 +293,8 @@ def _packed(
         if kept is not None:
             kept.copy_(levels * scales[:, None].to(kept.dtype))
         return Int8Linear(levels, scales, bias, kept)
-    if isinstance(wanted, Groups):
-        return Int4Linear(wanted, dtype, bias, kept)
-    groups = grouped(own)
-    if kept is not None:
+    groups = wanted if isinstance(wanted, Groups) else grouped(own)
+    if kept is not None and groups is not wanted:
         kept.copy_(groups.dense(own.dtype))
     return Int4Linear(groups, dtype, bias, kept)
 

@@ -18,11 +18,9 @@ with the same slope (Prompt Cache, section 4.2). Knows nothing of text or stores
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ import torch
 from cached_rag.backends.base import Chosen, Prefilled
 from cached_rag.backends.transformers.attention import Rows, attending
 from cached_rag.backends.transformers.decoder import Decoder
+from cached_rag.backends.transformers.recording import Inputs, entering
 from cached_rag.backends.transformers.row_cache import Drift, Observed, Observer, Peeked, RowCache
 from cached_rag.backends.transformers.states import LayerStates
 from cached_rag.errors import ModelError
@@ -42,7 +41,7 @@ _BY_ROW = {"hidden_states": -2, "position_ids": -1, "attention_mask": -2, "per_l
 _BIASES = ("alibi", "position_bias")
 
 
-def with_gaps(inputs: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
+def with_gaps(inputs: Inputs, positions: torch.Tensor) -> Inputs:
     """A layer's inputs, its ALiBi biases (if any) computed from positions instead of indices.
 
     Args:
@@ -193,20 +192,12 @@ class RowPass:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Inside this context, hooks are on all layers from the first that may drop rows."""
-        layers, handles = self.decoder.modules, []
-        first = self._first_narrowing()
+        layers, first = self.decoder.modules, self._first_narrowing()
         self.computed = first * len(self.cache.rows)
         self.final_slots = self.cache.rows.slots
-        try:
-            for index in range(first, len(layers)):
-                hook = partial(self.before_layer, index)
-                handles.append(layers[index].register_forward_pre_hook(hook, with_kwargs=True))
-            if handles:
-                handles.append(layers[-1].register_forward_hook(self._widen))
+        widened = layers[-1].register_forward_hook(self._widen)
+        with widened, entering(layers[first:], self.before_layer, first):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _first_narrowing(self) -> int:
         count = len(self.decoder.layers)
@@ -228,15 +219,11 @@ class RowPass:
         last = self.decoder.num_keeping - 1
         return last + self.decoder.layers[last].is_stateful
 
-    def before_layer(
-        self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_layer(self, index: int, named: Inputs) -> Inputs:
         """Cut a layer's inputs to the rows kept; at a check layer, let the method choose them."""
         self.index = index
         if self.ready is not None:
             self.ready(index)
-        names = list(inspect.signature(layer.forward).parameters)
-        named = dict(zip(names, args, strict=False)) | kwargs
         if self.gaps is not None:
             named = with_gaps(named, self.gaps)
         if self.observer is not None and index > 0:
@@ -248,7 +235,7 @@ class RowPass:
             named |= self._resume(index, named["hidden_states"], *self.resumed)
         inputs = self._narrowed(named)
         if index in self.checks:
-            self._peek(layer, inputs)
+            self._peek(inputs)
             inputs = self._narrowed(named | self._choose(index, inputs["hidden_states"]))
         count = len(self.cache.rows)
         if index < self.decoder.num_keeping:  # the layers behind compute less in every pass
@@ -258,11 +245,11 @@ class RowPass:
             # The last layer, and those before it that keep nothing, compute only rows whose logits
             # are wanted. Of the others keys and values are computed, which later tokens need.
             if index < self.decoder.num_keeping:
-                self._peek(layer, inputs)
+                self._peek(inputs)
             last = torch.arange(count, device=self.cache.rows.slots.device)
             last = last[-self.num_logits :]
             inputs = self._narrowed(named | self._keep(last, inputs["hidden_states"]))
-        return (), inputs
+        return inputs
 
     def _resume(
         self, index: int, hidden: torch.Tensor, is_known: torch.Tensor, known: torch.Tensor
@@ -279,11 +266,11 @@ class RowPass:
         self.kept, self.cache.rows = None, every
         return {"hidden_states": whole}
 
-    def _peek(self, layer: torch.nn.Module, inputs: dict[str, Any]) -> None:
+    def _peek(self, inputs: Inputs) -> None:
         """Compute only keys and values of the current rows, not the rest of the layer."""
         self.cache.is_peeking = True
         try:
-            layer.forward(**inputs)
+            self.decoder.modules[self.index].forward(**inputs)
         except Peeked:
             pass
         finally:
@@ -305,7 +292,7 @@ class RowPass:
         self.cache.rows = rows.narrowed(keep)
         return {"hidden_states": hidden.index_select(-2, keep)}
 
-    def _narrowed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _narrowed(self, inputs: Inputs) -> Inputs:
         """The inputs with per-row tensors cut to the rows kept, where they are not yet."""
         if self.kept is None:
             return inputs
