@@ -58,7 +58,7 @@ def random_model(kind):
 def twins(model):
     """A backend that is served leanly, and one whose model computes its passes itself."""
     assert isinstance(model.decoder.network, LeanModel)
-    return model, replace(model, decoder=model.decoder.own)
+    return model, replace(model, decoder=model.decoder.computed_by(model.decoder.model))
 
 
 @pytest.mark.parametrize("family", UNDERSTOOD)
