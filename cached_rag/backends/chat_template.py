@@ -175,7 +175,8 @@ class ChatTemplate:
 
     def _attempts(self, messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """The messages, and what says the same to templates that refuse them."""
-        folded = _merged([_from_user(message) for message in messages])
+        users = [m | {"role": "user"} if m["role"] == "system" else m for m in messages]
+        folded = _merged(users)
         if any(message["role"] == "system" for message in messages) and not self._takes_system:
             return [folded]
         merged = _merged(messages)
@@ -273,11 +274,6 @@ def _check_numbers(source: str) -> None:
                 f"the model's chat template computes with huge numbers (line {line}: {word}), "
                 "which no template needs; use another template or model"
             )
-
-
-def _from_user(message: dict[str, Any]) -> dict[str, Any]:
-    """A system message as the user's, for templates that know no other."""
-    return {**message, "role": "user"} if message["role"] == "system" else message
 
 
 def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,10 +25,10 @@ import psutil
 import torch
 
 from cached_rag.backends.base import Backend
-from cached_rag.backends.resolve import cache_dir
+from cached_rag.backends.resolve import cache_dir, keep_json
 from cached_rag.errors import ConfigError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.files import make_folder, open_file
+from cached_rag.kv.files import open_file
 from cached_rag.kv.fingerprint import digest
 
 # Bytes that loading and the first prompts take besides the weights (docs/models.md).
@@ -187,11 +187,8 @@ def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
     kept = None if fresh else kept_profile(key)
     if kept is not None:
         return kept
-    profile, path = measure(model), _path(key)
-    make_folder(path.parent)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(dataclasses.asdict(profile)), encoding="utf-8")
-    temporary.replace(path)
+    profile = measure(model)
+    keep_json(_path(key), dataclasses.asdict(profile))
     return profile
 
 

@@ -326,27 +326,19 @@ def made(kind: str, name: str, make: Callable[[Path], None]) -> Path:
         if _is_sound(folder):
             return folder
         _log.warning("%s is damaged, and is made anew from the model's file", folder)
+        shutil.rmtree(folder, ignore_errors=True)
     with writing_cache():
         temporary = Path(tempfile.mkdtemp(dir=_swept(folder.parent)))
         try:
             make(temporary)
             (temporary / _SUMS).write_text(json.dumps(_sums(temporary)))
-            _put(temporary, folder)
+            temporary.rename(folder)
+        except OSError:
+            if not _is_sound(folder):  # which another process may just have put there
+                raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder
-
-
-def _put(temporary: Path, folder: Path) -> None:
-    """Move a folder to its place, unless another process has just put a sound one there."""
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        if not _is_sound(folder):
-            shutil.rmtree(folder)
-            temporary.rename(folder)
 
 
 def _is_sound(folder: Path) -> bool:
@@ -387,12 +379,21 @@ def file_digest(path: Path) -> str:
         except (ValueError, KeyError):
             memo.unlink()
     found = _fed(hashlib.blake2b(digest_size=20), path)
-    with writing_cache():
-        make_folder(memo.parent)
-        temporary = memo.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"digest": found, "path": str(path)}))
-        temporary.replace(memo)
+    keep_json(memo, {"digest": found, "path": str(path)})
     return found
+
+
+def keep_json(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write a file of the cache directory; others see it whole or not at all.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    with writing_cache():
+        make_folder(path.parent)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(facts))
+        temporary.replace(path)
 
 
 def _fed(state: Any, path: Path) -> str:

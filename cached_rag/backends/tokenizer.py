@@ -118,17 +118,11 @@ class Tokenization:
         if not self._obeys(plain, rendered.text, literal):
             return plain
         before, behind = self._around if adds_special else ((), ())
-        tokens = Tokens([*before], [0] * len(before), [0] * len(before))
+        tokens = Tokens.of(before)
         for text, start, control in self._pieces(rendered.text, literal):
-            if control is not None:
-                tokens.ids.append(control)
-                tokens.starts.append(start)
-                tokens.ends.append(start + len(text))
-                continue
-            tokens.extend(self.literal(text), start)
-        tokens.ids.extend(behind)
-        tokens.starts.extend([len(rendered.text)] * len(behind))
-        tokens.ends.extend([len(rendered.text)] * len(behind))
+            own = self.literal(text) if control is None else Tokens.of([control], len(text))
+            tokens.extend(own, start)
+        tokens.extend(Tokens.of(behind), len(rendered.text))
         return tokens
 
     def _obeys(self, tokens: Tokens, text: str, literal: Spans) -> bool:
@@ -216,9 +210,8 @@ class Tokenization:
     def _encode(self, text: str, *, adds_special: bool = True, is_literal: bool = False) -> Tokens:
         backend = self._backends.literal if is_literal else self._backends.plain
         encoded = encode(backend, text, adds_special=adds_special)
-        ids = list(encoded.ids)
         if not text:
-            return Tokens(ids, [0] * len(ids), [0] * len(ids))
+            return Tokens.of(encoded.ids)
         offsets = encoded.offsets  # read once, as it is made anew each time
         starts, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
         for i in range(len(ends) - 1, 0, -1):
@@ -226,7 +219,7 @@ class Tokenization:
             if ends[i]:
                 break
             starts[i] = ends[i] = len(text)
-        return Tokens(ids, starts, ends)
+        return Tokens(list(encoded.ids), starts, ends)
 
 
 class Spelling:

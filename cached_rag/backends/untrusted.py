@@ -35,11 +35,7 @@ _MOST = {
 }
 # Most entries of a list in a GGUF: each becomes an object. The longest have some 500,000.
 _MOST_ENTRIES = 1 << 21
-_INTEGERS = {
-    *(gguf.GGUFValueType.UINT8, gguf.GGUFValueType.INT8, gguf.GGUFValueType.UINT16),
-    *(gguf.GGUFValueType.INT16, gguf.GGUFValueType.UINT32, gguf.GGUFValueType.INT32),
-    *(gguf.GGUFValueType.UINT64, gguf.GGUFValueType.INT64),
-}
+_INTEGERS = {kind for kind in gguf.GGUFValueType if "INT" in kind.name}
 # A prompt is rendered in milliseconds; a slow machine that does much else needs some seconds.
 SECONDS = 20.0
 # What a prompt of tens of millions of characters takes.

@@ -119,10 +119,10 @@ class LlamaCppModel:
         wanted = torch.arange(token_ids.shape[1]) if slots is None else slots.cpu()
         tails, at = [], wanted.tolist()
         for row, ids in enumerate(token_ids.tolist()):
+            work = partial(self._prefill_row, buffer, row, ids, at, num_logits)
             if self.keeps_states:
-                tails.append(self._read_on(buffer, ids, at, num_logits))
-            else:
-                tails.append(self._prefill_row(buffer, row, ids, at, num_logits))
+                work = partial(self._read_on, buffer, ids, at, num_logits)
+            tails.append(self._retried(work))
         computed = len(wanted) * self.shapes.num_layers
         return Prefilled(torch.stack(tails), computed, wanted)
 
@@ -212,16 +212,14 @@ class LlamaCppModel:
 
     def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
         """See `Backend`."""
-        return torch.stack([self._forward(ids, split) for ids in token_ids.tolist()])
+        rows = [partial(self._forward, ids, split or 0) for ids in token_ids.tolist()]
+        return torch.stack([self._retried(row) for row in rows])
 
-    def _forward(self, ids: Sequence[int], split: int | None) -> torch.Tensor:
-        def compute() -> torch.Tensor:
-            with self._sequence() as own:
-                if split:
-                    self.context.compute([Work(own, ids[:split], 0, 0)])
-                return self.context.compute([Work(own, ids[split or 0 :], split or 0)])[0]
-
-        return self._retried(compute)
+    def _forward(self, ids: Sequence[int], split: int) -> torch.Tensor:
+        with self._sequence() as own:
+            if split:
+                self.context.compute([Work(own, ids[:split], 0, 0)])
+            return self.context.compute([Work(own, ids[split:], split)])[0]
 
     # One prompt ------------------------------------------------------------------------------
 
@@ -231,16 +229,12 @@ class LlamaCppModel:
         """Compute one prompt's tokens at `slots`, and write their KV to the buffer."""
         self.residents.remove(buffer)
         end = slots[-1] + 1
-
-        def compute() -> torch.Tensor:
-            self.context.require(end)
-            with self._sequence() as own:
-                logits = assembled(self.context, own, buffer, ids[:end], slots, num_logits, row)
-                if buffer.batch == 1:
-                    self.residents.add(buffer, own, end)
-                return logits
-
-        return self._retried(compute)
+        self.context.require(end)
+        with self._sequence() as own:
+            logits = assembled(self.context, own, buffer, ids[:end], slots, num_logits, row)
+            if buffer.batch == 1:
+                self.residents.add(buffer, own, end)
+            return logits
 
     def _read_on(
         self, buffer: KVBuffer, ids: Sequence[int], slots: Sequence[int], num_logits: int
@@ -253,15 +247,12 @@ class LlamaCppModel:
                 'one after the other, without gaps; use full or prefix, or backend="transformers"'
             )
 
-        def compute() -> torch.Tensor:
-            if not begin:
-                self.residents.remove(buffer)
-                buffer.states = None
-            sequence = self._resident(buffer, buffer, begin)
-            work = Work(sequence, ids[begin:], begin, num_logits)
-            return self._appended([buffer], [buffer], [work])
-
-        return self._retried(compute)
+        if not begin:
+            self.residents.remove(buffer)
+            buffer.states = None
+        sequence = self._resident(buffer, buffer, begin)
+        work = Work(sequence, ids[begin:], begin, num_logits)
+        return self._appended([buffer], [buffer], [work])
 
     # Answers ---------------------------------------------------------------------------------
 

@@ -38,11 +38,7 @@ _UNPACKED = 1 << 24
 _EMBEDDING, _HEAD = "token_embd.weight", "lm_head"
 # Tensors that are in a model's configuration already, or follow from it.
 _COMPUTED = (*ROTATIONS, "attn_rot_embd.weight")
-_DENSE = {
-    gguf.GGMLQuantizationType.F32,
-    gguf.GGMLQuantizationType.F16,
-    gguf.GGMLQuantizationType.BF16,
-}
+_DENSE = {"F32", "F16", "BF16"}
 
 _GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
 
@@ -208,7 +204,7 @@ def _groups(tensor: Any, weights: Any, process: Callable[[Any, Any], Any]) -> Gr
 
 
 def _is_few_bits(tensor: Any) -> bool:
-    return tensor.tensor_type not in _DENSE
+    return tensor.tensor_type.name not in _DENSE
 
 
 def _in_bf16(weights: Any) -> torch.Tensor:

@@ -145,19 +145,10 @@ class RowPass:
         return found
 
     def _forward(self) -> Prefilled:
-        wanted = {
-            "input_ids": self.entering,
-            "position_ids": self.positions[None].expand(self.entering.shape),
-            self.decoder.cache_name: self.cache,
-            "use_cache": True,
-            "logits_to_keep": self._kept_logits(),
-        }
-        network = self.decoder.network
-        if not self.num_logits:
-            network = network.base_model
-            del wanted["logits_to_keep"]
-        known = self.decoder.parameters | {self.decoder.cache_name}
-        inputs = {k: v for k, v in wanted.items() if k in known}
+        network = self.decoder.network if self.num_logits else self.decoder.network.base_model
+        positions = self.positions[None].expand(self.entering.shape)
+        keeps = self._kept_logits() if self.num_logits else None
+        inputs = self.decoder.inputs(self.entering, positions, self.cache, keeps)
         with attending(self.cache) if self.decoder.is_fast else ExitStack():
             output = network(**inputs)
         if not self.num_logits:

@@ -330,25 +330,18 @@ def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> Posi
         if _share(there - here, here, added) > max(_PLACE_TOLERANCE, tolerance):
             return PositionRule(reason=f"layer {layer} depends on absolute positions")
         for name, side in (("keys", seen.keys[layer]), ("values", seen.values[layer])):
-            rule = None if side is None else _rule(side, delta, candidates, tolerance)
-            if side is not None and rule is None:
+            rule: LayerRule | None = LayerRule("none")
+            if side is not None and side.shape[-1]:
+                rule = match_rule(side[0], {delta: side[1]}, candidates, tolerance)
+            if rule is None:
                 return PositionRule(reason=f"no known rotation explains {name} of layer {layer}")
-            rules[name].append(rule or LayerRule("none"))
+            rules[name].append(rule)
     turns = any(rule.style != "none" for rule in rules["values"])  # in latent attention
     return PositionRule(
         tuple(rules["keys"]),
         limit=switch(model.config),
         values=tuple(rules["values"]) if turns else (),
     )
-
-
-def _rule(
-    side: torch.Tensor, delta: int, candidates: list[tuple[float, ...]], tolerance: float
-) -> LayerRule | None:
-    """How one layer's (2, heads, seq_len, dim) keys or values depend on position."""
-    if not side.shape[-1]:
-        return LayerRule("none")
-    return match_rule(side[0], {delta: side[1]}, candidates, tolerance)
 
 
 def _delta(decoder: Decoder) -> int:
