@@ -85,10 +85,7 @@ class RowPass:
     layout: Layout
     selector: Selector
     checks: frozenset[int] = frozenset()
-    # Rows whose output of layer 0 is known: a mask over the pass's rows, and their hidden states.
-    resumed: tuple[torch.Tensor, torch.Tensor] | None = None
     observer: Observer | None = None
-    first_output: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -164,21 +161,10 @@ class RowPass:
         return torch.arange(-self.num_logits, 0, device=self.entering.device)
 
     def watch(self, observer: Observer) -> None:
-        """Run until the observer has seen all its layers; keeps the output of layer 0."""
+        """Run until the observer has seen all its layers."""
         self.observer = self.cache.observer = observer
         with self.hooked(), suppress(Observed):
             self.forward()
-
-    def resume(self, is_known: torch.Tensor, first_output: torch.Tensor) -> Prefilled:
-        """Run the model, without recomputing layer 0 for rows whose output of it is known.
-
-        Args:
-            is_known: (num_rows,) bool, these rows.
-            first_output: (batch, number of known rows, hidden_size), their output of layer 0.
-        """
-        self.resumed, self.all_rows = (is_known, first_output), self.cache.rows
-        with self.hooked():
-            return self.forward()
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -192,7 +178,7 @@ class RowPass:
 
     def _first_narrowing(self) -> int:
         count = len(self.decoder.layers)
-        if self.kept is not None or self.resumed is not None or self.observer is not None:
+        if self.kept is not None or self.observer is not None:
             return 0
         if self.ready is not None or (self.gaps is not None and not self.decoder.is_fast):
             return 0
@@ -217,13 +203,8 @@ class RowPass:
             self.ready(index)
         if self.gaps is not None:
             named = with_gaps(named, self.gaps)
-        if self.observer is not None and index > 0:
-            if index == 1:
-                self.first_output = named["hidden_states"]
-            if index > self.observer.layers[-1]:
-                raise Observed
-        if self.resumed is not None and index < 2:
-            named |= self._resume(index, named["hidden_states"], *self.resumed)
+        if self.observer is not None and index > self.observer.layers[-1]:
+            raise Observed
         inputs = self._narrowed(named)
         if index in self.checks:
             self._peek(inputs)
@@ -241,21 +222,6 @@ class RowPass:
             last = last[-self.num_logits :]
             inputs = self._narrowed(named | self._keep(last, inputs["hidden_states"]))
         return inputs
-
-    def _resume(
-        self, index: int, hidden: torch.Tensor, is_known: torch.Tensor, known: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Drop the rows whose output is known before layer 0, and add them before layer 1."""
-        every = self.all_rows
-        if index == 0:
-            self.kept = (~is_known).nonzero().squeeze(1)
-            self.cache.rows = every.narrowed(self.kept)
-            return {}
-        whole = hidden.new_empty(*hidden.shape[:-2], len(every), hidden.shape[-1])
-        whole[..., is_known, :] = known
-        whole[..., self.kept, :] = hidden
-        self.kept, self.cache.rows = None, every
-        return {"hidden_states": whole}
 
     def _peek(self, inputs: Inputs) -> None:
         """Compute only keys and values of the current rows, not the rest of the layer."""
@@ -353,79 +319,53 @@ class Repair:
     @torch.inference_mode()
     def run(self) -> Prefilled:
         """See `Backend.repair`. At its check layers the method drops rows."""
-        if self._asks():
-            return self._run_asked()
-        run = self._pass(self._first_rows(), 1)
+        chosen = self._chosen()
+        run = self._pass(chosen.left, 1)
         run.layout, run.selector = self.layout, self.method
         run.checks = frozenset(self.method.check_layers(self.layout))
-        run.cache.drift = self._drift()
+        run.cache.drift = Drift(self.layout.modules) if self.method.transfers_drift else None
         with run.hooked():
-            return run.forward()
+            done = run.forward()
+        if chosen.computed:
+            done.computed += chosen.computed
+            done.rows = chosen.rows
+        return done
 
     @torch.inference_mode()
     def choose(self) -> Chosen | None:
         """See `Backend.choose`."""
-        if self.method.check_layers(self.layout):
-            return None
-        if self._asks():
-            return self._ask()[0]
-        slots = self._first_rows()
-        return Chosen(slots, slots, 0)
+        return None if self.method.check_layers(self.layout) else self._chosen()
 
-    def _asks(self) -> bool:
-        """Whether the method looks at what the question attends to before it chooses."""
+    def _chosen(self) -> Chosen:
+        """The rows that the method begins with; it may look at what the question attends to."""
         method = self.method
-        return isinstance(method, QuestionSelector) and bool(method.observed_layers(self.layout))
-
-    def _first_rows(self) -> torch.Tensor:
-        return self.method.first_rows(self.layout).nonzero().squeeze(1)
-
-    def _drift(self) -> Drift | None:
-        return Drift(self.layout.modules) if self.method.transfers_drift else None
+        if isinstance(method, QuestionSelector) and method.observed_layers(self.layout):
+            return self._ask(method)
+        slots = method.first_rows(self.layout).nonzero().squeeze(1)
+        return Chosen(slots, slots, 0)
 
     def _pass(self, slots: torch.Tensor, num_logits: int) -> RowPass:
         slots = slots.to(self.token_ids.device)
         return RowPass(self.decoder, self.buffer, self.token_ids, slots, num_logits, self.ready)
 
-    def _run_asked(self) -> Prefilled:
-        """Watch what the question attends to over the reused KV, then compute what it points at.
-
-        The second pass does not compute the output of layer 0 again for the rows that the first one
-        had: it stays valid, since reused KV of layer 0 is exact.
-        """
-        chosen, asked = self._ask()
-        live, rows = self.layout.fresh.to(self.token_ids.device), chosen.left
-        run = self._pass(rows, 1)
-        run.cache.drift = self._drift()
-        assert asked.first_output is not None
-        known = asked.first_output[..., torch.isin(live.nonzero()[:, 0], rows), :]
-        done = run.resume(live[rows], known)
-        done.computed += chosen.computed
-        done.rows = chosen.rows
-        return done
-
-    def _ask(self) -> tuple[Chosen, RowPass]:
+    def _ask(self, method: QuestionSelector) -> Chosen:
         """Compute the live rows, which have no KV; watch what the question among them attends to.
 
         Live rows before the first row that the method chooses stay valid, if they were computed in
         every layer, since nothing that they see changes. All others are to be computed again.
-
-        Returns:
-            The choice, and the pass.
         """
         if not self.decoder.is_fast:
             raise ModelError(
                 "this model's attention cannot be watched, so methods that ask the question cannot "
                 "be used with it; choose cacheblend, epic or reuse"
             )
-        assert isinstance(self.method, QuestionSelector)
         live = self.layout.fresh.to(self.token_ids.device)
         asked = self._pass(live.nonzero().squeeze(1), 0)
-        observer = Observer(self.method, self.layout, self.decoder.attending)
+        observer = Observer(method, self.layout, self.decoder.attending)
         asked.watch(observer)
-        chosen = self.method.choose(torch.stack(observer.scores), self.layout)
+        chosen = method.choose(torch.stack(observer.scores), self.layout)
         first = int(chosen.nonzero()[0])
         is_valid = len(self.decoder.layers) - 1 in observer.layers
         every = (live | chosen).nonzero().squeeze(1)
         left = every[every >= first] if is_valid else every
-        return Chosen(every, left, asked.computed), asked
+        return Chosen(every, left, asked.computed)
