@@ -112,7 +112,7 @@ def test_the_question_pass_is_charged():
     assert done.computed == (live + live + chosen) * layers
     first_only = parse_method("a3", SELECTORS, {"recompute_ratio": 0.2})
     done = model.repair(copy(buffer), tokens, layout, first_only)
-    assert done.computed == (live + chosen) * layers
+    assert done.computed == live + (live + chosen) * layers
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "qwen3"])
