@@ -50,58 +50,8 @@ def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         ModelError: the file is one of several, lacks weights, or has some that transformers has no
             place for, or rotates as no model of transformers does.
         OSError: the disk is full, or the folder cannot be written.
-        ValueError: the file is damaged, or of an unknown kind.
+        ValueError, or what readers come to: the file is damaged, or of an unknown kind.
     """
-    with _telling_damage(source):
-        _convert(source, folder, shard_bytes)
-
-
-def convert_tokenizer(source: Path, folder: Path) -> None:
-    """Write a GGUF's tokenizer, and no weights, into an existing folder.
-
-    Whatever the model's architecture: transformers need not know it.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
-        ValueError: the file is damaged, or of an unknown kind.
-    """
-    with _telling_damage(source), _read_once(source):
-        TokenizersBackend.from_pretrained(**_where(source)).save_pretrained(folder)
-
-
-def _where(source: Path) -> dict[str, str]:
-    """A GGUF as `from_pretrained` takes it."""
-    return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-
-
-@contextmanager
-def _telling_damage(source: Path) -> Iterator[None]:
-    """Inside this context, how readers fail on damaged files is a ValueError that says so."""
-    try:
-        yield
-    except (LookupError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{source} is damaged ({type(error).__name__}: {error})") from error
-
-
-def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
-    """Join the pieces of a file and return `target`.
-
-    Raises:
-        ValueError: the joined file does not have that digest.
-    """
-    state = hashlib.sha256()
-    with target.open("wb") as whole:
-        for piece in pieces:
-            with piece.open("rb") as file:
-                while block := file.read(1 << 22):
-                    state.update(block)
-                    whole.write(block)
-    if state.hexdigest() != sha256:
-        raise ValueError(f"the pieces of {pieces[0].name} and after are not those of {sha256}")
-    return target
-
-
-def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
     where = _where(source)
     with _read_once(source) as reader:
         refuse_split(reader, source)
@@ -124,6 +74,42 @@ def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
     _write(_tensors(reader, config, kind, stored), folder, shard_bytes)
     config.quantization_config = stored
     config.save_pretrained(folder)  # last: a folder with a configuration is complete
+
+
+def convert_tokenizer(source: Path, folder: Path) -> None:
+    """Write a GGUF's tokenizer, and no weights, into an existing folder.
+
+    Whatever the model's architecture: transformers need not know it.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+        ValueError, or what readers come to: the file is damaged, or of an unknown kind.
+    """
+    with _read_once(source):
+        TokenizersBackend.from_pretrained(**_where(source)).save_pretrained(folder)
+
+
+def _where(source: Path) -> dict[str, str]:
+    """A GGUF as `from_pretrained` takes it."""
+    return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+
+
+def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
+    """Join the pieces of a file and return `target`.
+
+    Raises:
+        ValueError: the joined file does not have that digest.
+    """
+    state = hashlib.sha256()
+    with target.open("wb") as whole:
+        for piece in pieces:
+            with piece.open("rb") as file:
+                while block := file.read(1 << 22):
+                    state.update(block)
+                    whole.write(block)
+    if state.hexdigest() != sha256:
+        raise ValueError(f"the pieces of {pieces[0].name} and after are not those of {sha256}")
+    return target
 
 
 @contextmanager

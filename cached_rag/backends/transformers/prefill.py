@@ -85,7 +85,6 @@ class RowPass:
     layout: Layout
     selector: Selector
     checks: frozenset[int] = frozenset()
-    observer: Observer | None = None
 
     def __init__(
         self,
@@ -160,12 +159,6 @@ class RowPass:
             return self.num_logits
         return torch.arange(-self.num_logits, 0, device=self.entering.device)
 
-    def watch(self, observer: Observer) -> None:
-        """Run until the observer has seen all its layers."""
-        self.observer = self.cache.observer = observer
-        with self.hooked(), suppress(Observed):
-            self.forward()
-
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Inside this context, hooks are on all layers from the first that may drop rows."""
@@ -178,7 +171,7 @@ class RowPass:
 
     def _first_narrowing(self) -> int:
         count = len(self.decoder.layers)
-        if self.kept is not None or self.observer is not None:
+        if self.kept is not None or self.cache.observer is not None:
             return 0
         if self.ready is not None or (self.gaps is not None and not self.decoder.is_fast):
             return 0
@@ -360,7 +353,9 @@ class Repair:
         live = self.layout.fresh.to(self.token_ids.device)
         asked = self._pass(live.nonzero().squeeze(1), 0)
         observer = Observer(method, self.layout, self.decoder.attending)
-        asked.watch(observer)
+        asked.cache.observer = observer
+        with asked.hooked(), suppress(Observed):  # once it has seen all its layers
+            asked.forward()
         chosen = method.choose(torch.stack(observer.scores), self.layout)
         first = int(chosen.nonzero()[0])
         is_valid = len(self.decoder.layers) - 1 in observer.layers
