@@ -91,7 +91,6 @@ class LlamaContext:
         self,
         library: ctypes.CDLL,
         model: int,
-        vocab_size: int,
         threads: int,
         *,
         least: int = 0,
@@ -99,7 +98,9 @@ class LlamaContext:
     ) -> None:
         """Allocate nothing yet."""
         self._c, self._model = library, model
-        self.vocab_size, self._threads = vocab_size, threads
+        vocab = library.llama_model_get_vocab(model)
+        self.vocab_size: int = library.llama_vocab_n_tokens(vocab)
+        self._threads = threads
         self._handle: int | None = None
         self._memory: int | None = None
         self._held: dict[int, int] = {}

@@ -111,11 +111,9 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         facts = KVFacts.of(reader, library, handle)
         del reader
         vocab = library.llama_model_get_vocab(handle)
-        size = library.llama_vocab_n_tokens(vocab)
         context = LlamaContext(
             library,
             handle,
-            size,
             threads or torch.get_num_threads(),
             least=facts.least_cells,
             has_alibi=facts.has_alibi,
@@ -124,6 +122,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         if gguf_source(name) != source:
             raise ModelError(f"{path} was changed while it was loaded; load it again")
         _check_tokenizer(library, vocab, tokenizer, name)
+        size = context.vocab_size
         ids = probe_ids(library, vocab, size)
         rule = examined(context, facts, ids)
         kv_facts = {

@@ -149,20 +149,29 @@ class LlamaCppModel:
             for layer in range(self.shapes.num_layers):
                 ready(layer)
         self.residents.remove(buffer)
-        ids: list[int] = token_ids[0].tolist()
+        return self._retried(partial(self._repair, buffer, token_ids[0].tolist(), layout, method))
 
-        def compute() -> Prefilled:
-            rows, asked = method.first_rows(layout), 0
-            if isinstance(method, QuestionSelector) and asks:
-                rows = rows | self._ask(buffer, ids, layout, method)
-                asked = len(ids) - layout.question
-            slots = rows.nonzero().squeeze(1)
-            with self._sequence() as own:
-                logits = self._repair(own, buffer, ids, layout, slots, method)
-                self.residents.add(buffer, own, len(ids))
-            return Prefilled(logits[None], (asked + len(slots)) * self.shapes.num_layers, slots)
-
-        return self._retried(compute)
+    def _repair(
+        self, buffer: KVBuffer, ids: list[int], layout: Layout, method: Selector
+    ) -> Prefilled:
+        """Choose what is computed, and put the prompt together."""
+        rows, asked = method.first_rows(layout), 0
+        if isinstance(method, QuestionSelector) and method.observed_layers(layout):
+            rows = rows | self._ask(buffer, ids, layout, method)
+            asked = len(ids) - layout.question
+        slots = rows.nonzero().squeeze(1)
+        self.context.require(len(ids) + len(slots))
+        with self._sequence() as own:
+            assembly = Assembly(self.context, own, buffer, ids, layout.fresh)
+            *others, last = calls(neighbours(slots.tolist(), assembly.positions), layout)
+            for call in others:
+                if call.chunk is None:
+                    assembly.append(call.runs[0])
+                else:
+                    assembly.repair(call, moves=method.transfers_drift)
+            logits = assembly.append(last.runs[0], 1)
+            self.residents.add(buffer, own, len(ids))
+        return Prefilled(logits[None], (asked + len(slots)) * self.shapes.num_layers, slots)
 
     def _ask(
         self, buffer: KVBuffer, ids: list[int], layout: Layout, method: QuestionSelector
@@ -176,26 +185,6 @@ class LlamaCppModel:
             asking = Assembly(self.context, own, buffer, ids, layout.fresh)
             asking.append((layout.question, len(ids)))
         return method.choose(scores(buffer), layout)
-
-    def _repair(
-        self,
-        sequence: int,
-        buffer: KVBuffer,
-        ids: list[int],
-        layout: Layout,
-        slots: torch.Tensor,
-        method: Selector,
-    ) -> torch.Tensor:
-        """Put a prompt together in a sequence; (1, vocab_size) logits after its last token."""
-        self.context.require(len(ids) + len(slots))
-        assembly = Assembly(self.context, sequence, buffer, ids, layout.fresh)
-        *others, last = calls(neighbours(slots.tolist(), assembly.positions), layout)
-        for call in others:
-            if call.chunk is None:
-                assembly.append(call.runs[0])
-            else:
-                assembly.repair(call, moves=method.transfers_drift)
-        return assembly.append(last.runs[0], 1)
 
     def choose(self, *_: object, **__: object) -> Chosen | None:
         """See `Backend`: never, as pieces of a repair would have to be appended."""

@@ -104,12 +104,8 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
     except ModelError:
         if not stateful:
             raise
-        undo = read_by_token(one.module for one in dense.layers if one.is_stateful)
-        try:
-            decoder = _find_decoder(dense, lean, seen)
-        except ModelError:
-            undo()
-            raise
+        read_by_token(one.module for one in dense.layers if one.is_stateful)
+        decoder = _find_decoder(dense, lean, seen)
     composes = composer(decoder, rule)
     if stateful:
         rule = PositionRule(reason=_STATES)

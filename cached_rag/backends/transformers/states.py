@@ -14,8 +14,9 @@ computed in this pass or earlier. Knows transformers; knows no prompt.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -110,29 +111,15 @@ def copied_layer(layer: Any) -> Any:
     return found
 
 
-def read_by_token(layers: Iterable[torch.nn.Module]) -> Callable[[], None]:
+def read_by_token(layers: Iterable[torch.nn.Module]) -> None:
     """Have the mixers of these layers go on behind a state token by token.
 
     That is for those that transformers lets begin anew where several tokens follow (Jamba's). The
     first tokens of a prompt are read at once, as ever.
-
-    Returns:
-        What has them do as before.
     """
-    mixers: list[Any] = [
-        module
-        for layer in layers
-        for module in layer.modules()
-        if hasattr(module, DECAY) and not reads_by_token(module)
-    ]
-    for mixer in mixers:
-        mixer.forward = partial(_by_token, mixer, mixer.forward)
-
-    def undo() -> None:
-        for mixer in mixers:
-            mixer.forward = mixer.forward.args[1]
-
-    return undo
+    for module in chain.from_iterable(layer.modules() for layer in layers):
+        if hasattr(module, DECAY) and not reads_by_token(module):
+            module.forward = partial(_by_token, module, module.forward)
 
 
 def reads_by_token(module: Any) -> bool:
