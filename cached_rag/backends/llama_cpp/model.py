@@ -278,20 +278,13 @@ class LlamaCppModel:
         What fails on the way leaves the states that were taken out before, if there are any.
         """
         self.context.require(sum(len(one.token_ids) for one in work))
-        before = [buffer.states for buffer in buffers]
-        for buffer in buffers:
-            buffer.states = None
-        kept: list[SequenceState | None] = [
-            state if isinstance(state, SequenceState) and state.data is not None else None
-            for state in before
-        ]
-        del before
         try:
             logits = self.context.compute(work)
         except BaseException:
-            for owner, buffer, state in zip(owners, buffers, kept, strict=True):
+            for owner, buffer in zip(owners, buffers, strict=True):
+                if buffer.states is not None and not buffer.states.nbytes:
+                    buffer.states = None  # it was in the context only, which may have gone on
                 self.residents.remove(owner)
-                buffer.states = state
             raise
         for owner, buffer, one in zip(owners, buffers, work, strict=True):
             end = one.position + len(one.token_ids)

@@ -239,7 +239,7 @@ def pack(
         # A head has few rows, and its weights may be the embeddings', which are not to be rounded.
         has_dense = keeps_dense and name != _HEAD
         own = part.groups.dense(model.dtype) if isinstance(part, StoredLinear) else part.weight.data
-        packed = _packed(own, part.bias, wanted, dtype, keeps_dense=has_dense)
+        packed = _packed(own, part.bias, wanted, dtype, own if has_dense else None)
         network.set_submodule(name, packed)
         for place, outputs in places.pop(part, ()):
             if not has_dense:
@@ -282,10 +282,9 @@ def _packed(
     bias: nn.Parameter | None,
     wanted: Groups | str,
     dtype: torch.dtype,
-    *,
-    keeps_dense: bool,
+    kept: torch.Tensor | None,
 ) -> FewBitLinear:
-    kept = own if keeps_dense else None
+    """A layer's few bits; `kept`, its dense weights, are set to the same numbers."""
     if wanted == "int8":
         levels, scales = in_bytes(own, dtype)
         if kept is not None:

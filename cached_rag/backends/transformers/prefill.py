@@ -134,7 +134,8 @@ class RowPass:
     def forward(self) -> Prefilled:
         """Run the model once over the rows."""
         states, self.buffer.states = self.buffer.states, None  # what fails leaves none behind
-        found = self._forward()
+        with self._hooked():
+            found = self._forward()
         if isinstance(states, LayerStates):
             states.length = self.end
             self.buffer.states = states
@@ -160,7 +161,7 @@ class RowPass:
         return torch.arange(-self.num_logits, 0, device=self.entering.device)
 
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def _hooked(self) -> Iterator[None]:
         """Inside this context, hooks are on all layers from the first that may drop rows."""
         layers, first = self.decoder.modules, self._first_narrowing()
         self.computed = first * len(self.cache.rows)
@@ -250,15 +251,15 @@ class RowPass:
             raise ModelError(
                 "the model gave its layers no mask, so scattered rows would see later tokens"
             )
-        narrowed = dict(inputs)
-        for name, dim in _BY_ROW.items():
-            narrowed[name] = self._cut(inputs.get(name), dim)
+        narrowed: Inputs = {
+            name: self._cut(inputs[name], dim) for name, dim in _BY_ROW.items() if name in inputs
+        }
         rotary = inputs.get("position_embeddings")
         if isinstance(rotary, torch.Tensor):  # one of complex numbers
             narrowed["position_embeddings"] = self._cut(rotary, 1)
         elif isinstance(rotary, Sequence):
             narrowed["position_embeddings"] = tuple(self._cut(part, 1) for part in rotary)
-        return {name: value for name, value in narrowed.items() if name in inputs}
+        return inputs | narrowed
 
     def _cut(self, tensor: torch.Tensor | None, dim: int) -> torch.Tensor | None:
         if tensor is None or tensor.ndim < 2 or tensor.shape[dim] != self.num_entering:
@@ -287,9 +288,7 @@ def prefill_rows(
 ) -> Prefilled:
     """See `Backend.prefill`. With `num_logits` 0 the model's head is not computed."""
     slots = torch.arange(token_ids.shape[1]) if slots is None else slots
-    run = RowPass(decoder, buffer, token_ids, slots.to(token_ids.device), num_logits)
-    with run.hooked():
-        return run.forward()
+    return RowPass(decoder, buffer, token_ids, slots.to(token_ids.device), num_logits).forward()
 
 
 @dataclass(frozen=True)
@@ -315,8 +314,7 @@ class Repair:
         run.layout, run.selector = self.layout, self.method
         run.checks = frozenset(self.method.check_layers(self.layout))
         run.cache.drift = Drift(self.layout.modules) if self.method.transfers_drift else None
-        with run.hooked():
-            done = run.forward()
+        done = run.forward()
         if chosen.computed:
             done.computed += chosen.computed
             done.rows = chosen.rows
@@ -354,7 +352,7 @@ class Repair:
         asked = self._pass(live.nonzero().squeeze(1), 0)
         observer = Observer(method, self.layout, self.decoder.attending)
         asked.cache.observer = observer
-        with asked.hooked(), suppress(Observed):  # once it has seen all its layers
+        with suppress(Observed):  # once it has seen all its layers
             asked.forward()
         chosen = method.choose(torch.stack(observer.scores), self.layout)
         first = int(chosen.nonzero()[0])

@@ -191,7 +191,7 @@ class _Probe:
             self.slots, self.errors = slots, []
             ids = token_ids[:, : int(slots[-1]) + 1]
             run = RowPass(self.decoder, buffer, ids, slots, num_logits=1)
-            with entering(layers, self._enter), leaving(layers[-1:], self._leave), run.hooked():
+            with entering(layers, self._enter), leaving(layers[-1:], self._leave):
                 found = run.forward().logits[0].float()
         for layer in range(len(layers)):
             self.errors[layer] = max(self.errors[layer], self._kv_error(layer, buffer))
