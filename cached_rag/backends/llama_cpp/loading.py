@@ -106,18 +106,13 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
     handle = library.llama_model_load_from_file(os.fsencode(path), params)
     if not handle:
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
-    context: LlamaContext | None = None
+    context = LlamaContext(library, handle, threads or torch.get_num_threads())
     try:
         facts = KVFacts.of(reader, library, handle)
         del reader
+        context.least = max(context.least, facts.least_cells)
+        context.sees_distance |= facts.has_alibi
         vocab = library.llama_model_get_vocab(handle)
-        context = LlamaContext(
-            library,
-            handle,
-            threads or torch.get_num_threads(),
-            least=facts.least_cells,
-            has_alibi=facts.has_alibi,
-        )
         tokenizer = tokenizer_of(source, path)
         if gguf_source(name) != source:
             raise ModelError(f"{path} was changed while it was loaded; load it again")
@@ -146,17 +141,11 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
             attention=watched(context, facts, ids),
         )
     except BaseException:
-        _release(library, context, handle)
+        context.close()
         raise
     # Not at the interpreter's end, when the model's thread may still compute.
-    weakref.finalize(model, _release, library, context, handle).atexit = False
+    weakref.finalize(model, context.close).atexit = False
     return model
-
-
-def _release(library: ctypes.CDLL, context: LlamaContext | None, handle: int) -> None:
-    if context is not None:
-        context.free()
-    library.llama_model_free(handle)
 
 
 def _check_memory(name: str, path: Path) -> None:
