@@ -60,6 +60,7 @@ def _typed(declared: Fields) -> tuple[tuple[str, Any], ...]:
 class ModelParams(Structure):
     """`struct llama_model_params`."""
 
+    defaults = "llama_model_default_params"
     declared: ClassVar[Fields] = (
         ("devices", c_void_p),
         ("tensor_buft_overrides", c_void_p),
@@ -85,6 +86,7 @@ class ModelParams(Structure):
 class ContextParams(Structure):
     """`struct llama_context_params`."""
 
+    defaults = "llama_context_default_params"
     declared: ClassVar[Fields] = (
         ("n_ctx", c_uint32, 512),
         ("n_batch", c_uint32, 2048),
@@ -216,10 +218,8 @@ def load() -> ctypes.CDLL:
 
 def default_params(library: ctypes.CDLL, kind: type[Params]) -> Params:
     """llama.cpp's default parameters, to be changed and passed on."""
-    is_model = issubclass(kind, ModelParams)
-    name = "llama_model_default_params" if is_model else "llama_context_default_params"
     fields = (("params", kind), ("room", c_int8 * _ROOM))
-    function = library[name]  # by index: a function object of its own, with its own result
+    function = library[kind.defaults]  # by index: a function object of its own, with its own result
     function.restype = type("Returned", (Structure,), {"_fields_": fields})
     found: Params = function().params
     return found

@@ -18,6 +18,7 @@ from cached_rag.kv.rows import RowKV
 Owner = KVBuffer | RowKV
 
 
+@dataclass(eq=False)
 class SequenceState:
     """A sequence's state as a whole; implements `States`.
 
@@ -25,24 +26,20 @@ class SequenceState:
     state a token, of which only the last is wanted.
 
     Attributes:
+        context, sequence: where it is, while it has no `data`.
         length: how many tokens the sequence had read.
         data: (num_bytes,) uint8, in llama.cpp's own form; None while they are in the context only.
     """
 
-    def __init__(
-        self,
-        context: LlamaContext,
-        sequence: int,
-        length: int,
-        data: torch.Tensor | None = None,
-    ) -> None:
-        self._context, self._sequence, self.length = context, sequence, length
-        self.data = data
+    context: LlamaContext
+    sequence: int
+    length: int
+    data: torch.Tensor | None = None
 
     def packed(self) -> torch.Tensor:
         """See `States`: its bytes, taken out of the context. The caller holds the model's lock."""
         if self.data is None:
-            self.data = self._context.state(self._sequence)
+            self.data = self.context.state(self.sequence)
         return self.data
 
     @property
@@ -52,7 +49,7 @@ class SequenceState:
 
     def copy(self) -> SequenceState:
         """See `States`. The bytes are shared, as nobody changes them."""
-        return SequenceState(self._context, self._sequence, self.length, self.packed())
+        return SequenceState(self.context, self.sequence, self.length, self.packed())
 
 
 @dataclass

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -54,13 +54,6 @@ class LayerStates:
         """See `States`: a safetensors file's bytes."""
         return torch.frombuffer(bytearray(save(self.tensors())), dtype=torch.uint8)
 
-    @classmethod
-    def unpacked(
-        cls, config: Any, data: torch.Tensor, length: int, device: torch.device
-    ) -> LayerStates:
-        """What `packed` gave, of a model with this configuration."""
-        return cls.of(config, load(data.numpy().tobytes()), length, device)
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of it on the CPU, by layer, name and part; flags are numbers."""
         held: dict[str, torch.Tensor] = {}
@@ -76,7 +69,7 @@ class LayerStates:
     def of(
         cls, config: Any, tensors: Mapping[str, torch.Tensor], length: int, device: torch.device
     ) -> LayerStates:
-        """What has these `tensors`."""
+        """What has these `tensors`, of a model with this configuration."""
         found = cls(DynamicCache(config=config).layers, length)
         for key, tensor in tensors.items():
             number, name, part = key.split(".")
