@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from glob import escape
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -350,11 +350,10 @@ def _is_sound(folder: Path) -> bool:
 
 def _sums(folder: Path) -> dict[str, str]:
     """The checksum of each file of a folder that was made, by its place in it."""
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     return {
-        name: _fed(xxhash.xxh3_128(), path)
-        for name, path in sorted(files.items())
-        if name != _SUMS and path.is_file()
+        path.relative_to(folder).as_posix(): _fed(xxhash.xxh3_128(), path)
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != _SUMS
     }
 
 
@@ -412,12 +411,9 @@ def _identity(path: Path) -> str:
     """
     stat = path.stat()
     facts = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
-    last = max(0, stat.st_size - _PAGE)
+    last, pages = max(0, stat.st_size - _PAGE), []
     with path.open("rb") as file:
-        pages = [_page(file, last * number // _PAGES) for number in range(_PAGES + 1)]
+        for number in range(_PAGES + 1):
+            file.seek(last * number // _PAGES)
+            pages.append(file.read(_PAGE))
     return digest(str(path.resolve()), *map(str, facts), *pages)
-
-
-def _page(file: BinaryIO, begin: int) -> bytes:
-    file.seek(begin)
-    return file.read(_PAGE)
