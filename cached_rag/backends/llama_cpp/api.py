@@ -52,11 +52,6 @@ _ROOM = 512
 Fields = tuple[tuple[Any, ...], ...]
 
 
-def _typed(declared: Fields) -> tuple[tuple[str, Any], ...]:
-    """Fields as ctypes takes them."""
-    return tuple((name, kind) for name, kind, *_ in declared)
-
-
 class ModelParams(Structure):
     """`struct llama_model_params`."""
 
@@ -80,7 +75,7 @@ class ModelParams(Structure):
         ("no_alloc", c_bool),
         ("load_mtp", c_bool),
     )
-    _fields_ = _typed(declared)
+    _fields_ = tuple(one[:2] for one in declared)
 
 
 class ContextParams(Structure):
@@ -127,7 +122,7 @@ class ContextParams(Structure):
         ("n_samplers", c_size_t),
         ("ctx_other", c_void_p),
     )
-    _fields_ = _typed(declared)
+    _fields_ = tuple(one[:2] for one in declared)
 
 
 class BatchStruct(Structure):

@@ -132,14 +132,14 @@ class BatchCache(Cache):  # type: ignore[misc]
         self.windows, self._is_read_again = windows, is_read_again
         self._batch = batch
         self._tokens = _token_slices(batch)
-        self._rows = list(zip(batch, self._tokens, strict=True))
+        self._by_row = list(zip(batch, self._tokens, strict=True))
         self._longest = max(ahead.end for ahead in batch)
         self._shared: list[_Layers] = []
         self._private: list[_Layers | _SlabLayers] = []
-        self._scattered = [_Scattered(*row) for row in self._rows if row[0].slots is not None]
+        self._scattered = [_Scattered(*row) for row in self._by_row if row[0].slots is not None]
         self._fresh: list[_Layers | _SlabLayers | _Scattered] = [*self._scattered]
         # No token behind this one looks at what is divided here.
-        ends = (tokens.stop for ahead, tokens in self._rows if ahead.slots is None)
+        ends = (tokens.stop for ahead, tokens in self._by_row if ahead.slots is None)
         self._last = max(ends, default=0)
         self._divide()
         self._layer = 0
@@ -251,7 +251,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         factor = how.factor(query.shape[-1])
         width = self._batch[0].kv.own.values[self._layer].shape[-1]
         output = query.new_empty(*query.shape[:2], width)
-        for ahead, tokens in self._rows:
+        for ahead, tokens in self._by_row:
             if ahead.slots is not None:
                 continue
             begin = first_seen(window, ahead.end - 1)
@@ -269,7 +269,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         values = inputs[:, None]
         self.update(values[..., :0], values, layer)
         found = inputs.new_empty(1, inputs.shape[1], count + 1, inputs.shape[2])
-        for ahead, tokens in self._rows:
+        for ahead, tokens in self._by_row:
             kept, first = ahead.kv.own.values[layer], 0
             if ahead.slots is None:
                 first = max(0, ahead.kv.length - count)
