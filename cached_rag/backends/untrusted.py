@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import torch
 from transformers import PreTrainedConfig
+from transformers.modeling_gguf_pytorch_utils import read_field
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from cached_rag.errors import CachedRAGError, ConfigError, ModelError
@@ -112,6 +113,16 @@ class BoundedReader(gguf.GGUFReader):  # type: ignore[misc]
     Raises:
         ValueError: a count exceeds the file, or what any model has; or tensors overlap.
     """
+
+    @property
+    def architecture(self) -> str:
+        """Such as "llama"."""
+        return str(read_field(self, "general.architecture")[0])
+
+    def number(self, key: str, otherwise: float) -> float:
+        """A number that the file says of its architecture, by its name there."""
+        found = read_field(self, f"{self.architecture}.{key}")
+        return float(found[0] if found else otherwise)
 
     def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
         if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):

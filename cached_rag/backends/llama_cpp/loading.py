@@ -22,7 +22,6 @@ import gguf
 import numpy as np
 import torch
 from transformers import TokenizersBackend
-from transformers.modeling_gguf_pytorch_utils import read_field
 
 from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.assembly import assembled
@@ -33,6 +32,7 @@ from cached_rag.backends.llama_cpp.watch import Attention
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes
 from cached_rag.backends.resolve import ModelSource, made, resolve
 from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
+from cached_rag.backends.transformers.gguf_rope import ROTATIONS
 from cached_rag.backends.transformers.kernels import Chunks, Scoring
 from cached_rag.backends.untrusted import BoundedReader, judged
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
@@ -57,7 +57,6 @@ _WHOLE = "whole.gguf"
 # llama.cpp's base where a file has none, also of layers with a sliding window.
 _BASE = 10_000.0
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
-_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 Frequencies = list[tuple[float, ...]]
 # YaRN's turns within the original context (`_yarn_share`), unless a file has others.
 _FAST, _SLOW = 32.0, 1.0
@@ -228,16 +227,6 @@ class FileOutline(BoundedReader):
     Of a vocabulary of 150,000 tokens gguf's own reader makes objects that take 500 MB.
     """
 
-    @property
-    def architecture(self) -> str:
-        """Such as "llama"."""
-        return str(read_field(self, "general.architecture")[0])
-
-    def number(self, key: str, otherwise: float) -> float:
-        """A number that the file says of its architecture, by its name there."""
-        found = read_field(self, f"{self.architecture}.{key}")
-        return float(found[0]) if found else otherwise
-
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type != gguf.GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
@@ -329,7 +318,7 @@ def _frequencies(reader: FileOutline, dim: int, base: float) -> list[torch.Tenso
         kept = _yarn_share(reader, dim, base, *turns)
         found.append(kept * plain + (1 - kept) * scaled)
     for tensor in reader.tensors:
-        if tensor.name in _FACTORS:
+        if tensor.name in ROTATIONS:
             factors = torch.tensor(tensor.data, dtype=torch.float64).flatten()
             if len(factors) == len(plain):
                 found += [plain / factors, scaled / factors]

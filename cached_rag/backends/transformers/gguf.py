@@ -56,13 +56,13 @@ def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     with _read_once(source) as reader:
         refuse_split(reader, source)
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-        kind = loader.read_field(reader, "general.architecture")[0]
+        kind = reader.architecture
         config = AutoConfig.from_pretrained(**where)
     if is_gguf_arch_supported(kind):
-        refuse_scaling(reader, kind)
+        refuse_scaling(reader)
         _convert_whole(where, folder, end_ids(reader, config))
         return
-    set_rotation(config, reader, kind)
+    set_rotation(config, reader)
     set_attention_scale(config, kind)
     generation = GenerationConfig.from_model_config(config)
     generation.eos_token_id = end_ids(reader, config)
@@ -113,7 +113,7 @@ def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
 
 
 @contextmanager
-def _read_once(source: Path) -> Iterator[Any]:
+def _read_once(source: Path) -> Iterator[BoundedReader]:
     """Inside this context the file is read once: reading its vocabulary takes seconds."""
     reader_type = gguf.GGUFReader
     reader = BoundedReader(source)
