@@ -36,7 +36,6 @@ _MOST = {
 }
 # Most entries of a list in a GGUF: each becomes an object. The longest have some 500,000.
 _MOST_ENTRIES = 1 << 21
-_INTEGERS = {kind for kind in gguf.GGUFValueType if "INT" in kind.name}
 # A prompt is rendered in milliseconds; a slow machine that does much else needs some seconds.
 SECONDS = 20.0
 # What a prompt of tens of millions of characters takes.
@@ -142,9 +141,11 @@ class BoundedReader(gguf.GGUFReader):  # type: ignore[misc]
         return count
 
     def _build_tensor_info(self, offs: int, count: int) -> Any:
-        fields = self.fields.items()
-        integers = {key: f for key, f in fields if len(f.types) == 1 and f.types[0] in _INTEGERS}
-        counts = {key: int(field.parts[-1][0]) for key, field in integers.items()}
+        counts = {
+            key: int(field.parts[-1][0])
+            for key, field in self.fields.items()
+            if len(field.types) == 1 and "INT" in field.types[0].name
+        }
         check_counts(counts)
         for key, used in counts.items():  # over this, too, llama.cpp ends the process
             of = key.replace("expert_used_count", "expert_count")

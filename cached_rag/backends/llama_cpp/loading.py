@@ -197,10 +197,7 @@ def whole_file(source: ModelSource) -> Path:
         return Path(source.path)
 
     def make(folder: Path) -> None:
-        try:
-            put_together(source.pieces, folder / _WHOLE, source.digest)
-        except ValueError as error:
-            raise ModelError(f"{error}; install the wheels again") from error
+        put_together(source.pieces, folder / _WHOLE, source.digest)
 
     return made("gguf", source.digest, make) / _WHOLE
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
-from cached_rag.backends.llama_cpp.assembly import Assembly, assembled, calls, neighbours
+from cached_rag.backends.llama_cpp.assembly import Assembly, assembled, calls, neighbours, part_of
 from cached_rag.backends.llama_cpp.context import FullError, LlamaContext, Work
 from cached_rag.backends.llama_cpp.residents import Owner, Residents, SequenceState
 from cached_rag.backends.llama_cpp.watch import Attention
@@ -260,8 +260,7 @@ class LlamaCppModel:
             logits = self.context.compute(work)
             for sequence, ahead in zip(sequences, batch, strict=True):
                 kv, end = ahead.kv, ahead.end
-                at = (slice(None), 0, slice(None), slice(kv.at(kv.length), kv.at(end)))
-                part = kv.own.keys[at], kv.own.values[at]
+                part = part_of(kv.own, kv.at(kv.length), kv.at(end))
                 self.context.read(sequence, kv.position(kv.length), part)
                 self.residents.add(kv, sequence, end)
         except BaseException:  # what is in the context may be more than the rows' lengths say
@@ -318,8 +317,7 @@ class LlamaCppModel:
     def _put_in(self, kv: RowKV, sequence: int) -> None:
         for run in kv.every_run():
             positions = [kv.position(run.slot + n) for n in range(run.end - run.begin)]
-            at = (slice(None), 0, slice(None), slice(run.begin, run.end))
-            self.context.put(sequence, positions, (run.buffer.keys[at], run.buffer.values[at]))
+            self.context.put(sequence, positions, part_of(run.buffer, run.begin, run.end))
 
     def _restore(self, buffer: KVBuffer, sequence: int, length: int) -> None:
         states = buffer.states

@@ -98,7 +98,7 @@ def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
     """Join the pieces of a file and return `target`.
 
     Raises:
-        ValueError: the joined file does not have that digest.
+        ModelError: the joined file does not have that digest.
     """
     state = hashlib.sha256()
     with target.open("wb") as whole:
@@ -108,7 +108,10 @@ def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
                     state.update(block)
                     whole.write(block)
     if state.hexdigest() != sha256:
-        raise ValueError(f"the pieces of {pieces[0].name} and after are not those of {sha256}")
+        raise ModelError(
+            f"the pieces of {pieces[0].name} and after are not those of {sha256}; install the "
+            "wheels again"
+        )
     return target
 
 
