@@ -18,14 +18,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken, Encoding, Tokenizer, models
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cached_rag.errors import ConfigError
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
-# By which byte-level encodings write each byte.
-_SYMBOLS = bytes_to_unicode()
 # NFC may compose this many characters into one: no canonical decomposition is longer.
 _COMPOSED = 4
 # Normalizers and pre-tokenizers that remove no character, unless their behaviour is "Removed".
@@ -134,7 +131,9 @@ def reach_of(backend: Tokenizer) -> Reach | None:
     It is known for byte-pair encodings in which every character, or one of its bytes, has a token,
     provided that no step before the encoding removes text.
     """
-    model, vocabulary = backend.model, backend.get_vocab()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    model, vocabulary, symbols = backend.model, backend.get_vocab(), bytes_to_unicode()
     parts = [*parts_of(backend.normalizer), *parts_of(backend.pre_tokenizer)]
     added = backend.get_added_tokens_decoder().values()
     if (
@@ -149,11 +148,11 @@ def reach_of(backend: Tokenizer) -> Reach | None:
         return Reach(most)
     is_in_bytes = any(part["type"] == "ByteLevel" for part in parts)
     # Each of these bytes can end a character of several bytes.
-    if not is_in_bytes or not all(_SYMBOLS[n] in vocabulary for n in range(0x80, 0xC0)):
+    if not is_in_bytes or not all(symbols[n] in vocabulary for n in range(0x80, 0xC0)):
         return None
     if model.unk_token is not None:  # stands for one unknown character, or for a run if fused
         return None if model.fuse_unk else Reach(most)
-    return Reach(most, "".join(chr(n) for n in range(0x80) if _SYMBOLS[n] not in vocabulary))
+    return Reach(most, "".join(chr(n) for n in range(0x80) if symbols[n] not in vocabulary))
 
 
 def _keeps(part: dict[str, Any]) -> bool:
