@@ -67,9 +67,13 @@ class ChatTemplate:
     @cached_property
     def thought_form(self) -> ThoughtForm | None:
         """Where the model thinks before it answers; None for a model that does not."""
-        known = getattr(self._tokenizer, "chat_template", None) or ""
-        sources = known.values() if isinstance(known, dict) else [known]
-        return ThoughtForm.of(self._templated, "\n".join(sources)) if known else None
+        return ThoughtForm.of(self._templated, "\n".join(self._sources)) if self._sources else None
+
+    @property
+    def _sources(self) -> list[str]:
+        """The template, or all of a model that has several; empty if there is none."""
+        known = getattr(self._tokenizer, "chat_template", None) or {}
+        return list(known.values()) if isinstance(known, dict) else [known]
 
     def render(
         self,
@@ -158,7 +162,7 @@ class ChatTemplate:
     def _apply_template(
         self, messages: list[dict[str, Any]], tools: Sequence[Tool], open_answer: bool
     ) -> str:
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self._sources:
             raise ConfigError(
                 "this model has no chat template; give the prompt as one string, or use an "
                 "instruction-tuned model"
@@ -175,7 +179,8 @@ class ChatTemplate:
 
     def _attempts(self, messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """The messages, and what says the same to templates that refuse them."""
-        folded = _merged([_from_user(message) for message in messages])
+        users = [m | {"role": "user"} if m["role"] == "system" else m for m in messages]
+        folded = _merged(users)
         if any(message["role"] == "system" for message in messages) and not self._takes_system:
             return [folded]
         merged = _merged(messages)
@@ -232,7 +237,8 @@ class ChatTemplate:
         options |= self.kwargs
         if tools:
             options["tools"] = [dict(tool) for tool in tools]
-        self._check_numbers()
+        for source in self._sources:
+            _check_numbers(source)
         try:
             text = bounded(
                 "the model's chat template",
@@ -253,12 +259,6 @@ class ChatTemplate:
             )
         return text
 
-    def _check_numbers(self) -> None:
-        """Refuse what takes long in a single step, which cannot be stopped: powers, huge texts."""
-        known = self._tokenizer.chat_template
-        for source in known.values() if isinstance(known, dict) else [known]:
-            _check_numbers(source)
-
 
 def _parts(content: str) -> list[dict[str, str]]:
     """A content as templates of models for pictures and text take it."""
@@ -267,17 +267,13 @@ def _parts(content: str) -> list[dict[str, str]]:
 
 @lru_cache
 def _check_numbers(source: str) -> None:
+    """Refuse what takes long in a single step, which cannot be stopped: powers, huge texts."""
     for line, kind, word in Environment().lex(source):
         if (kind, word) == ("operator", "**") or (kind == "integer" and len(word) > _MOST_DIGITS):
             raise ConfigError(
                 f"the model's chat template computes with huge numbers (line {line}: {word}), "
                 "which no template needs; use another template or model"
             )
-
-
-def _from_user(message: dict[str, Any]) -> dict[str, Any]:
-    """A system message as the user's, for templates that know no other."""
-    return {**message, "role": "user"} if message["role"] == "system" else message
 
 
 def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

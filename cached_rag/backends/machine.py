@@ -25,10 +25,10 @@ import psutil
 import torch
 
 from cached_rag.backends.base import Backend
-from cached_rag.backends.resolve import cache_dir
+from cached_rag.backends.resolve import cache_dir, keep_json
 from cached_rag.errors import ConfigError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.files import make_folder, open_file
+from cached_rag.kv.files import open_file
 from cached_rag.kv.fingerprint import digest
 
 # Bytes that loading and the first prompts take besides the weights (docs/models.md).
@@ -93,8 +93,10 @@ def free_bytes(device: str) -> int:
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(torch.device(device))[0]
     found = int(psutil.virtual_memory().available)
-    limit, used = (_number(CGROUP / name) for name in ("memory.max", "memory.current"))
-    return found if limit is None or used is None else min(found, limit - used + _cached())
+    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        limit = int((CGROUP / "memory.max").read_text())
+        found = min(found, limit - int((CGROUP / "memory.current").read_text()) + _cached())
+    return found
 
 
 def _cached() -> int:
@@ -103,14 +105,6 @@ def _cached() -> int:
         lines = (line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         return sum(int(n) for name, n in lines if name in ("active_file", "inactive_file"))
     return 0
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; None without a file, or where it says "max"."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def peak_bytes() -> int:
@@ -187,11 +181,8 @@ def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
     kept = None if fresh else kept_profile(key)
     if kept is not None:
         return kept
-    profile, path = measure(model), _path(key)
-    make_folder(path.parent)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_text(json.dumps(dataclasses.asdict(profile)), encoding="utf-8")
-    temporary.replace(path)
+    profile = measure(model)
+    keep_json(_path(key), dataclasses.asdict(profile))
     return profile
 
 

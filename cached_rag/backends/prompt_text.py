@@ -18,7 +18,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken, Encoding, Tokenizer, models
-from tokenizers.pre_tokenizers import ByteLevel
 
 from cached_rag.errors import ConfigError
 
@@ -75,6 +74,11 @@ class Tokens:
     starts: list[int]
     ends: list[int]
 
+    @classmethod
+    def of(cls, ids: Sequence[int], end: int = 0) -> Tokens:
+        """Tokens that stand for the same characters, the first ones up to `end`; 0 for none."""
+        return cls([*ids], [0] * len(ids), [end] * len(ids))
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -127,7 +131,9 @@ def reach_of(backend: Tokenizer) -> Reach | None:
     It is known for byte-pair encodings in which every character, or one of its bytes, has a token,
     provided that no step before the encoding removes text.
     """
-    model, vocabulary = backend.model, backend.get_vocab()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    model, vocabulary, symbols = backend.model, backend.get_vocab(), bytes_to_unicode()
     parts = [*parts_of(backend.normalizer), *parts_of(backend.pre_tokenizer)]
     added = backend.get_added_tokens_decoder().values()
     if (
@@ -141,23 +147,12 @@ def reach_of(backend: Tokenizer) -> Reach | None:
     if model.byte_fallback and all(f"<0x{n:02X}>" in vocabulary for n in range(256)):
         return Reach(most)
     is_in_bytes = any(part["type"] == "ByteLevel" for part in parts)
-    if not is_in_bytes or not _knows_all_but_ascii(vocabulary):
+    # Each of these bytes can end a character of several bytes.
+    if not is_in_bytes or not all(symbols[n] in vocabulary for n in range(0x80, 0xC0)):
         return None
     if model.unk_token is not None:  # stands for one unknown character, or for a run if fused
         return None if model.fuse_unk else Reach(most)
-    single = map(chr, range(0x80))
-    return Reach(most, "".join(c for c in single if _symbols(c) not in vocabulary))
-
-
-def _knows_all_but_ascii(vocabulary: dict[str, int]) -> bool:
-    """Whether every byte that can end a character of several bytes has a token."""
-    return all(_symbols(chr(n))[-1] in vocabulary for n in range(0x80, 0xC0))
-
-
-def _symbols(character: str) -> str:
-    """The symbols by which byte-level encodings write a character's bytes."""
-    pieces = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(character)
-    return str(pieces[0][0])
+    return Reach(most, "".join(chr(n) for n in range(0x80) if symbols[n] not in vocabulary))
 
 
 def _keeps(part: dict[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from glob import escape
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -326,27 +326,19 @@ def made(kind: str, name: str, make: Callable[[Path], None]) -> Path:
         if _is_sound(folder):
             return folder
         _log.warning("%s is damaged, and is made anew from the model's file", folder)
+        shutil.rmtree(folder, ignore_errors=True)
     with writing_cache():
         temporary = Path(tempfile.mkdtemp(dir=_swept(folder.parent)))
         try:
             make(temporary)
             (temporary / _SUMS).write_text(json.dumps(_sums(temporary)))
-            _put(temporary, folder)
+            temporary.rename(folder)
+        except OSError:
+            if not _is_sound(folder):  # which another process may just have put there
+                raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder
-
-
-def _put(temporary: Path, folder: Path) -> None:
-    """Move a folder to its place, unless another process has just put a sound one there."""
-    try:
-        temporary.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        if not _is_sound(folder):
-            shutil.rmtree(folder)
-            temporary.rename(folder)
 
 
 def _is_sound(folder: Path) -> bool:
@@ -358,11 +350,10 @@ def _is_sound(folder: Path) -> bool:
 
 def _sums(folder: Path) -> dict[str, str]:
     """The checksum of each file of a folder that was made, by its place in it."""
-    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*")}
     return {
-        name: _fed(xxhash.xxh3_128(), path)
-        for name, path in sorted(files.items())
-        if name != _SUMS and path.is_file()
+        path.relative_to(folder).as_posix(): _fed(xxhash.xxh3_128(), path)
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != _SUMS
     }
 
 
@@ -387,12 +378,21 @@ def file_digest(path: Path) -> str:
         except (ValueError, KeyError):
             memo.unlink()
     found = _fed(hashlib.blake2b(digest_size=20), path)
-    with writing_cache():
-        make_folder(memo.parent)
-        temporary = memo.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({"digest": found, "path": str(path)}))
-        temporary.replace(memo)
+    keep_json(memo, {"digest": found, "path": str(path)})
     return found
+
+
+def keep_json(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write a file of the cache directory; others see it whole or not at all.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    with writing_cache():
+        make_folder(path.parent)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(facts))
+        temporary.replace(path)
 
 
 def _fed(state: Any, path: Path) -> str:
@@ -411,12 +411,9 @@ def _identity(path: Path) -> str:
     """
     stat = path.stat()
     facts = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
-    last = max(0, stat.st_size - _PAGE)
+    last, pages = max(0, stat.st_size - _PAGE), []
     with path.open("rb") as file:
-        pages = [_page(file, last * number // _PAGES) for number in range(_PAGES + 1)]
+        for number in range(_PAGES + 1):
+            file.seek(last * number // _PAGES)
+            pages.append(file.read(_PAGE))
     return digest(str(path.resolve()), *map(str, facts), *pages)
-
-
-def _page(file: BinaryIO, begin: int) -> bytes:
-    file.seek(begin)
-    return file.read(_PAGE)

@@ -30,7 +30,7 @@ from cached_rag.backends.prompt_text import (
 )
 
 # GPT-2's: a printable character for each byte.
-_ALPHABET = {char: byte for byte, char in bytes_to_unicode().items()}
+_ALPHABET = {char: bytes([byte]) for byte, char in bytes_to_unicode().items()}
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -81,10 +81,28 @@ class Tokenization:
             return tuple(self._encode("").ids), ()
         return tuple(tokens.ids[: text[0]]), tuple(tokens.ids[text[-1] + 1 :])
 
+    def spelled(self, token: int) -> bytes:
+        """A token's bytes, as they stand within a text; those of a part of a character are none."""
+        piece = self._backends.plain.id_to_token(token)
+        if piece is None:  # a model may have more logits than its tokenizer has tokens
+            return b""
+        if token in self._added:
+            return piece.encode()
+        if "ByteLevel" in self._decoding:
+            return b"".join(_ALPHABET.get(char) or char.encode() for char in piece)
+        if self._decoding & {"ByteFallback", "Metaspace"}:
+            byte = _BYTE.fullmatch(piece)
+            return bytes.fromhex(byte[1]) if byte else piece.replace(_SPACE, " ").encode()
+        return str(self.tokenizer.decode([token])).encode()
+
     @cached_property
-    def spelled(self) -> Spelling:
-        """A token's bytes. Of one that is a part of a character, they are no text by themselves."""
-        return Spelling(self.tokenizer)
+    def _added(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.added_tokens_decoder)
+
+    @cached_property
+    def _decoding(self) -> frozenset[str]:
+        """The steps by which tokens become text."""
+        return frozenset(part["type"] for part in parts_of(self._backends.plain.decoder))
 
     @cached_property
     def hidden(self) -> re.Pattern[str]:
@@ -118,17 +136,11 @@ class Tokenization:
         if not self._obeys(plain, rendered.text, literal):
             return plain
         before, behind = self._around if adds_special else ((), ())
-        tokens = Tokens([*before], [0] * len(before), [0] * len(before))
+        tokens = Tokens.of(before)
         for text, start, control in self._pieces(rendered.text, literal):
-            if control is not None:
-                tokens.ids.append(control)
-                tokens.starts.append(start)
-                tokens.ends.append(start + len(text))
-                continue
-            tokens.extend(self.literal(text), start)
-        tokens.ids.extend(behind)
-        tokens.starts.extend([len(rendered.text)] * len(behind))
-        tokens.ends.extend([len(rendered.text)] * len(behind))
+            own = self.literal(text) if control is None else Tokens.of([control], len(text))
+            tokens.extend(own, start)
+        tokens.extend(Tokens.of(behind), len(rendered.text))
         return tokens
 
     def _obeys(self, tokens: Tokens, text: str, literal: Spans) -> bool:
@@ -216,9 +228,8 @@ class Tokenization:
     def _encode(self, text: str, *, adds_special: bool = True, is_literal: bool = False) -> Tokens:
         backend = self._backends.literal if is_literal else self._backends.plain
         encoded = encode(backend, text, adds_special=adds_special)
-        ids = list(encoded.ids)
         if not text:
-            return Tokens(ids, [0] * len(ids), [0] * len(ids))
+            return Tokens.of(encoded.ids)
         offsets = encoded.offsets  # read once, as it is made anew each time
         starts, ends = [begin for begin, _ in offsets], [end for _, end in offsets]
         for i in range(len(ends) - 1, 0, -1):
@@ -226,39 +237,4 @@ class Tokenization:
             if ends[i]:
                 break
             starts[i] = ends[i] = len(text)
-        return Tokens(ids, starts, ends)
-
-
-class Spelling:
-    """The bytes of each token of a vocabulary."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        """Look at how a fast tokenizer of the transformers library decodes."""
-        self._tokenizer = tokenizer
-        self._added = {token: str(text) for token, text in tokenizer.added_tokens_decoder.items()}
-        steps = {part["type"] for part in parts_of(tokenizer.backend_tokenizer.decoder)}
-        self._is_byte_level = "ByteLevel" in steps
-        self._is_sentence_piece = bool(steps & {"ByteFallback", "Metaspace"})
-
-    def __call__(self, token: int) -> bytes:
-        """A token's bytes, as they stand within a text."""
-        if token in self._added:
-            return self._added[token].encode()
-        if self._is_byte_level or self._is_sentence_piece:
-            piece = self._tokenizer.convert_ids_to_tokens(token)
-            if piece is None:  # a model may have more logits than its tokenizer has tokens
-                return b""
-            return _from_alphabet(piece) if self._is_byte_level else _from_sentence_piece(piece)
-        return str(self._tokenizer.decode([token])).encode()
-
-
-def _from_alphabet(piece: str) -> bytes:
-    """A piece in GPT-2's alphabet."""
-    return b"".join(
-        bytes([_ALPHABET[char]]) if char in _ALPHABET else char.encode() for char in piece
-    )
-
-
-def _from_sentence_piece(piece: str) -> bytes:
-    byte = _BYTE.fullmatch(piece)
-    return bytes.fromhex(byte[1]) if byte else piece.replace(_SPACE, " ").encode()
+        return Tokens(list(encoded.ids), starts, ends)

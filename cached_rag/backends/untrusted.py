@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import torch
 from transformers import PreTrainedConfig
+from transformers.modeling_gguf_pytorch_utils import read_field
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from cached_rag.errors import CachedRAGError, ConfigError, ModelError
@@ -35,11 +36,6 @@ _MOST = {
 }
 # Most entries of a list in a GGUF: each becomes an object. The longest have some 500,000.
 _MOST_ENTRIES = 1 << 21
-_INTEGERS = {
-    *(gguf.GGUFValueType.UINT8, gguf.GGUFValueType.INT8, gguf.GGUFValueType.UINT16),
-    *(gguf.GGUFValueType.INT16, gguf.GGUFValueType.UINT32, gguf.GGUFValueType.INT32),
-    *(gguf.GGUFValueType.UINT64, gguf.GGUFValueType.INT64),
-}
 # A prompt is rendered in milliseconds; a slow machine that does much else needs some seconds.
 SECONDS = 20.0
 # What a prompt of tens of millions of characters takes.
@@ -117,6 +113,16 @@ class BoundedReader(gguf.GGUFReader):  # type: ignore[misc]
         ValueError: a count exceeds the file, or what any model has; or tensors overlap.
     """
 
+    @property
+    def architecture(self) -> str:
+        """Such as "llama"."""
+        return str(read_field(self, "general.architecture")[0])
+
+    def number(self, key: str, otherwise: float) -> float:
+        """A number that the file says of its architecture, by its name there."""
+        found = read_field(self, f"{self.architecture}.{key}")
+        return float(found[0] if found else otherwise)
+
     def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
         if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
             raise ValueError("it is cut short, or a count in it is wrong")
@@ -135,9 +141,11 @@ class BoundedReader(gguf.GGUFReader):  # type: ignore[misc]
         return count
 
     def _build_tensor_info(self, offs: int, count: int) -> Any:
-        fields = self.fields.items()
-        integers = {key: f for key, f in fields if len(f.types) == 1 and f.types[0] in _INTEGERS}
-        counts = {key: int(field.parts[-1][0]) for key, field in integers.items()}
+        counts = {
+            key: int(field.parts[-1][0])
+            for key, field in self.fields.items()
+            if len(field.types) == 1 and "INT" in field.types[0].name
+        }
         check_counts(counts)
         for key, used in counts.items():  # over this, too, llama.cpp ends the process
             of = key.replace("expert_used_count", "expert_count")

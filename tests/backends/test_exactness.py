@@ -148,7 +148,12 @@ def test_fast_attention_equals_the_models_own_masks(family):
     fast, fast_kv = run(model)
     model.decoder.model.set_attn_implementation("eager")
     try:
-        dense, dense_kv = run(replace(model, decoder=replace(model.decoder.own, is_fast=False)))
+        dense, dense_kv = run(
+            replace(
+                model,
+                decoder=replace(model.decoder.computed_by(model.decoder.model), is_fast=False),
+            )
+        )
     finally:
         model.decoder.model.set_attn_implementation(IMPLEMENTATION)
     assert torch.allclose(fast, dense, atol=TOLERANCE)

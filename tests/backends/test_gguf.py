@@ -27,6 +27,7 @@ from cached_rag.backends.transformers.complete import DiskEmbedding
 from cached_rag.backends.transformers.gguf import convert, set_attention_scale
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.packing import densify
+from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.engine.resources import load_backend
 from cached_rag.errors import ModelError
 
@@ -231,21 +232,21 @@ def _gemma3(**fields):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return gguf.GGUFReader(path), AutoConfig.for_model("gemma3_text")
+    return BoundedReader(path), AutoConfig.for_model("gemma3_text")
 
 
 def test_only_the_full_layers_of_gemma_3_are_scaled(tmp_path):
     given = {"scaling__type": "linear", "scaling__factor": 8.0, "freq_base_swa": 5000.0}
     reader, config = _gemma3(path=tmp_path / "a.gguf", **given)
-    set_rotation(config, reader, "gemma3")
+    set_rotation(config, reader)
     full, sliding = (config.rope_parameters[f"{name}_attention"] for name in ("full", "sliding"))
     assert full == {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0}
     assert sliding == {"rope_type": "default", "rope_theta": 5000.0}
     reader, config = _gemma3(path=tmp_path / "b.gguf", scaling__type="yarn", scaling__factor=8.0)
     with pytest.raises(ModelError, match=r"rope.scaling.type 'yarn'"):
-        set_rotation(config, reader, "gemma3")
+        set_rotation(config, reader)
     with pytest.raises(ModelError, match=r"rope.scaling.type 'yarn'"):
-        refuse_scaling(reader, "gemma3")
+        refuse_scaling(reader)
 
 
 @pytest.mark.usefixtures("_own_cache")

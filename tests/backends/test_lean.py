@@ -58,7 +58,7 @@ def random_model(kind):
 def twins(model):
     """A backend that is served leanly, and one whose model computes its passes itself."""
     assert isinstance(model.decoder.network, LeanModel)
-    return model, replace(model, decoder=model.decoder.own)
+    return model, replace(model, decoder=model.decoder.computed_by(model.decoder.model))
 
 
 @pytest.mark.parametrize("family", UNDERSTOOD)
@@ -166,7 +166,7 @@ def test_a_bound_or_a_factor_that_is_forgotten_stands_out():
 def test_an_unknown_family_computes_itself():
     decoder = tiny_model("gpt_neox").decoder
     assert decoder.network is decoder.model
-    assert decoder.own.layers == decoder.layers
+    assert decoder.computed_by(decoder.model).layers == decoder.layers
 
 
 def test_a_norm_of_another_kind_is_kept():

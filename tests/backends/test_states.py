@@ -129,11 +129,3 @@ def test_jamba_goes_on_by_token_however_often_it_is_wrapped():
     mixers = [m for m in model.decoder.model.modules() if states.reads_by_token(m)]
     assert len(mixers) == 2
     assert not any(states.reads_by_token(m) for m in tiny_model("qwen3_5").decoder.model.modules())
-
-
-def test_what_is_read_by_token_can_be_undone():
-    modules = tiny_model("qwen3_5").decoder.modules
-    undo = states.read_by_token(modules)
-    assert any(states.reads_by_token(one) for layer in modules for one in layer.modules())
-    undo()
-    assert not any(states.reads_by_token(one) for layer in modules for one in layer.modules())

@@ -170,7 +170,7 @@ def test_a_file_in_4_bits_is_kept_as_it_is(file):
             layer, dense = getattr(ours, name), getattr(own, name).weight
             hidden = torch.randn(3, layer.in_features)
             assert torch.allclose(layer(hidden), hidden @ dense.T, atol=TOLERANCE)
-    assert_same(model, replace(model, decoder=model.decoder.own))
+    assert_same(model, replace(model, decoder=model.decoder.computed_by(model.decoder.model)))
     assert model.fingerprint != exact.fingerprint
 
 
@@ -185,7 +185,7 @@ def test_where_memory_is_short_no_dense_weights_are_kept(file, weights, monkeypa
     kinds = {type(part) for part in poor.decoder.model.model.layers.modules()}
     assert nn.Linear not in kinds
     assert_same(poor, rich)
-    assert_same(poor, replace(poor, decoder=poor.decoder.own))
+    assert_same(poor, replace(poor, decoder=poor.decoder.computed_by(poor.decoder.model)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
@@ -196,7 +196,7 @@ def test_a_model_is_rounded_whole(family, weights):
     pack(model.decoder.model, network, weights, torch.float32, keeps_dense=True)
     assert set(formats(network)) == {weights, "int8"}
     if network is not model.decoder.model:
-        assert_same(model, replace(model, decoder=model.decoder.own))
+        assert_same(model, replace(model, decoder=model.decoder.computed_by(model.decoder.model)))
     assert not torch.allclose(answers(model)[1], answers(exact)[1], atol=TOLERANCE)
 
 

@@ -29,7 +29,7 @@ from ctypes import (
 )
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from cached_rag.backends.resolve import wheel_file
 from cached_rag.errors import MissingPackageError, ModelError
@@ -47,16 +47,22 @@ _CHATTER = (b"~llama_context", b"llama_context: n_ctx")
 _ROOM = 512
 
 
+# The declarations of these structs' fields: name, type, and what the pinned build has by default,
+# where that is not 0, false or null.
+Fields = tuple[tuple[Any, ...], ...]
+
+
 class ModelParams(Structure):
     """`struct llama_model_params`."""
 
-    _fields_ = (
+    defaults = "llama_model_default_params"
+    declared: ClassVar[Fields] = (
         ("devices", c_void_p),
         ("tensor_buft_overrides", c_void_p),
-        ("n_gpu_layers", c_int32),
-        ("split_mode", c_int32),
-        ("load_mode", c_int32),
-        ("lazy_mode", c_int32),
+        ("n_gpu_layers", c_int32, -1),
+        ("split_mode", c_int32, 1),
+        ("load_mode", c_int32, -1),
+        ("lazy_mode", c_int32, 1),
         ("main_gpu", c_int32),
         ("tensor_split", c_void_p),
         ("progress_callback", c_void_p),
@@ -64,56 +70,59 @@ class ModelParams(Structure):
         ("kv_overrides", c_void_p),
         ("vocab_only", c_bool),
         ("check_tensors", c_bool),
-        ("use_extra_bufts", c_bool),
+        ("use_extra_bufts", c_bool, True),
         ("no_host", c_bool),
         ("no_alloc", c_bool),
         ("load_mtp", c_bool),
     )
+    _fields_ = tuple(one[:2] for one in declared)
 
 
 class ContextParams(Structure):
     """`struct llama_context_params`."""
 
-    _fields_ = (
-        ("n_ctx", c_uint32),
-        ("n_batch", c_uint32),
-        ("n_ubatch", c_uint32),
-        ("n_seq_max", c_uint32),
+    defaults = "llama_context_default_params"
+    declared: ClassVar[Fields] = (
+        ("n_ctx", c_uint32, 512),
+        ("n_batch", c_uint32, 2048),
+        ("n_ubatch", c_uint32, 512),
+        ("n_seq_max", c_uint32, 1),
         ("n_rs_seq", c_uint32),
         ("n_outputs_max", c_uint32),
-        ("n_outputs_max_per_seq", c_uint32),
-        ("n_threads", c_int32),
-        ("n_threads_batch", c_int32),
+        ("n_outputs_max_per_seq", c_uint32, 1),
+        ("n_threads", c_int32, 4),
+        ("n_threads_batch", c_int32, 4),
         ("ctx_type", c_int32),
-        ("rope_scaling_type", c_int32),
-        ("pooling_type", c_int32),
-        ("attention_type", c_int32),
-        ("flash_attn_type", c_int32),
+        ("rope_scaling_type", c_int32, -1),
+        ("pooling_type", c_int32, -1),
+        ("attention_type", c_int32, -1),
+        ("flash_attn_type", c_int32, -1),
         ("rope_freq_base", c_float),
         ("rope_freq_scale", c_float),
-        ("yarn_ext_factor", c_float),
-        ("yarn_attn_factor", c_float),
-        ("yarn_beta_fast", c_float),
-        ("yarn_beta_slow", c_float),
+        ("yarn_ext_factor", c_float, -1),
+        ("yarn_attn_factor", c_float, -1),
+        ("yarn_beta_fast", c_float, -1),
+        ("yarn_beta_slow", c_float, -1),
         ("yarn_orig_ctx", c_uint32),
-        ("defrag_thold", c_float),
+        ("defrag_thold", c_float, -1),
         ("cb_eval", c_void_p),
         ("cb_eval_user_data", c_void_p),
-        ("type_k", c_int32),
-        ("type_v", c_int32),
+        ("type_k", c_int32, 1),
+        ("type_v", c_int32, 1),
         ("moe_cache_size", c_size_t),
         ("abort_callback", c_void_p),
         ("abort_callback_data", c_void_p),
         ("embeddings", c_bool),
-        ("offload_kqv", c_bool),
-        ("no_perf", c_bool),
-        ("op_offload", c_bool),
-        ("swa_full", c_bool),
+        ("offload_kqv", c_bool, True),
+        ("no_perf", c_bool, True),
+        ("op_offload", c_bool, True),
+        ("swa_full", c_bool, True),
         ("kv_unified", c_bool),
         ("samplers", c_void_p),
         ("n_samplers", c_size_t),
         ("ctx_other", c_void_p),
     )
+    _fields_ = tuple(one[:2] for one in declared)
 
 
 class BatchStruct(Structure):
@@ -132,32 +141,6 @@ class BatchStruct(Structure):
 
 Params = TypeVar("Params", ModelParams, ContextParams)
 
-# What the pinned build's defaults are, but for the fields that are 0, false or null.
-_DEFAULTS: dict[type[Structure], dict[str, float]] = {
-    ModelParams: {
-        "n_gpu_layers": -1,
-        "split_mode": 1,
-        "load_mode": -1,
-        "lazy_mode": 1,
-        "use_extra_bufts": True,
-    },
-    ContextParams: {
-        "n_ctx": 512,
-        "n_batch": 2048,
-        "n_ubatch": 512,
-        "n_seq_max": 1,
-        "n_outputs_max_per_seq": 1,
-        "n_threads": 4,
-        "n_threads_batch": 4,
-        **dict.fromkeys(("rope_scaling_type", "pooling_type", "attention_type"), -1),
-        "flash_attn_type": -1,
-        **dict.fromkeys(("yarn_ext_factor", "yarn_attn_factor"), -1),
-        **dict.fromkeys(("yarn_beta_fast", "yarn_beta_slow", "defrag_thold"), -1),
-        **dict.fromkeys(("type_k", "type_v"), 1),
-        **dict.fromkeys(("offload_kqv", "no_perf", "op_offload", "swa_full"), True),
-    },
-}
-
 # Result and arguments. Models, contexts, vocabularies and memories are handles: pointers to structs
 # that only llama.cpp looks into.
 _HANDLE = c_void_p
@@ -169,7 +152,6 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_free": (None, (_HANDLE,)),
     "llama_model_desc": (c_int32, (_HANDLE, c_char_p, c_size_t)),
     "llama_model_get_vocab": (_HANDLE, (_HANDLE,)),
-    "llama_model_n_layer": (c_int32, (_HANDLE,)),
     "llama_model_n_head": (c_int32, (_HANDLE,)),
     "llama_model_n_embd": (c_int32, (_HANDLE,)),
     "llama_model_n_swa": (c_int32, (_HANDLE,)),
@@ -231,21 +213,21 @@ def load() -> ctypes.CDLL:
 
 def default_params(library: ctypes.CDLL, kind: type[Params]) -> Params:
     """llama.cpp's default parameters, to be changed and passed on."""
-    is_model = issubclass(kind, ModelParams)
-    name = "llama_model_default_params" if is_model else "llama_context_default_params"
     fields = (("params", kind), ("room", c_int8 * _ROOM))
-    function = library[name]  # by index: a function object of its own, with its own result
+    function = library[kind.defaults]  # by index: a function object of its own, with its own result
     function.restype = type("Returned", (Structure,), {"_fields_": fields})
     found: Params = function().params
     return found
 
 
-def unlike_defaults(params: Structure) -> str:
+def unlike_defaults(params: ModelParams | ContextParams) -> str:
     """Fields that do not have the pinned build's defaults, as text; empty if all have them."""
-    expected = _DEFAULTS[type(params)]
-    values = {field[0]: getattr(params, field[0]) or 0 for field in params._fields_}
-    wrong = {name: value for name, value in values.items() if value != expected.get(name, 0)}
-    return ", ".join(f"{name} = {value}" for name, value in wrong.items())
+    wrong = []
+    for name, _, *expected in params.declared:
+        value = getattr(params, name) or 0
+        if value != (expected[0] if expected else 0):
+            wrong.append(f"{name} = {value}")
+    return ", ".join(wrong)
 
 
 def _pinned_file() -> Path:

@@ -238,9 +238,13 @@ class Assembly:
         self._context.read(self._sequence, self.positions[begin], self._room(begin, end))
 
     def _room(self, begin: int, end: int) -> Part:
-        """Views of some slots' keys and values."""
-        at = (slice(None), self._row, slice(None), slice(begin, end))
-        return self._buffer.keys[at], self._buffer.values[at]
+        return part_of(self._buffer, begin, end, self._row)
+
+
+def part_of(buffer: KVBuffer, begin: int, end: int, row: int = 0) -> Part:
+    """Views of the keys and values of some slots."""
+    at = (slice(None), row, slice(None), slice(begin, end))
+    return buffer.keys[at], buffer.values[at]
 
 
 def assembled(

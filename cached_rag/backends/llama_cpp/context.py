@@ -87,25 +87,18 @@ class LlamaContext:
         bytes_per_token: of memory, about.
     """
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        model: int,
-        vocab_size: int,
-        threads: int,
-        *,
-        least: int = 0,
-        has_alibi: bool = False,
-    ) -> None:
-        """Allocate nothing yet."""
+    def __init__(self, library: ctypes.CDLL, model: int, threads: int) -> None:
+        """Take over a model's handle, and allocate nothing yet."""
         self._c, self._model = library, model
-        self.vocab_size, self._threads = vocab_size, threads
+        vocab = library.llama_model_get_vocab(model)
+        self.vocab_size: int = library.llama_vocab_n_tokens(vocab)
+        self._threads = threads
         self._handle: int | None = None
         self._memory: int | None = None
         self._held: dict[int, int] = {}
-        self.size, self.least, self.bytes_per_token = 0, max(least, _LEAST_CELLS), 0
+        self.size, self.least, self.bytes_per_token = 0, _LEAST_CELLS, 0
         self.window = library.llama_model_n_swa(model)
-        self.sees_distance = has_alibi or bool(self.window)
+        self.sees_distance = bool(self.window)
         self.max_sequences = MAX_RECURRENT if self.is_recurrent else MAX_SEQUENCES
         self.format: StateFormat | None = None
         self.watch = Watch(library)
@@ -158,6 +151,11 @@ class LlamaContext:
             self._c.llama_free(self._handle)
         self._handle, self.size = None, 0
         self._held.clear()
+
+    def close(self) -> None:
+        """Give all memory back, the model's too."""
+        self.free()
+        self._c.llama_model_free(self._model)
 
     def require(self, cells: int) -> None:
         """See that there is room.
@@ -382,8 +380,6 @@ class LlamaContext:
 
     def _logits(self, number: int) -> torch.Tensor:
         found = self._c.llama_get_logits_ith(self._handle, number)
-        if not found:
-            raise ModelError("llama.cpp gave no logits where they were asked for")
         return torch.from_numpy(np.ctypeslib.as_array(found, (self.vocab_size,)).copy())
 
 

@@ -22,7 +22,6 @@ import gguf
 import numpy as np
 import torch
 from transformers import TokenizersBackend
-from transformers.modeling_gguf_pytorch_utils import read_field
 
 from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.assembly import assembled
@@ -33,6 +32,7 @@ from cached_rag.backends.llama_cpp.watch import Attention
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes
 from cached_rag.backends.resolve import ModelSource, made, resolve
 from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
+from cached_rag.backends.transformers.gguf_rope import ROTATIONS
 from cached_rag.backends.transformers.kernels import Chunks, Scoring
 from cached_rag.backends.untrusted import BoundedReader, judged
 from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
@@ -57,7 +57,6 @@ _WHOLE = "whole.gguf"
 # llama.cpp's base where a file has none, also of layers with a sliding window.
 _BASE = 10_000.0
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
-_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 Frequencies = list[tuple[float, ...]]
 # YaRN's turns within the original context (`_yarn_share`), unless a file has others.
 _FAST, _SLOW = 32.0, 1.0
@@ -106,24 +105,18 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
     handle = library.llama_model_load_from_file(os.fsencode(path), params)
     if not handle:
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
-    context: LlamaContext | None = None
+    context = LlamaContext(library, handle, threads or torch.get_num_threads())
     try:
         facts = KVFacts.of(reader, library, handle)
         del reader
+        context.least = max(context.least, facts.least_cells)
+        context.sees_distance |= facts.has_alibi
         vocab = library.llama_model_get_vocab(handle)
-        size = library.llama_vocab_n_tokens(vocab)
-        context = LlamaContext(
-            library,
-            handle,
-            size,
-            threads or torch.get_num_threads(),
-            least=facts.least_cells,
-            has_alibi=facts.has_alibi,
-        )
         tokenizer = tokenizer_of(source, path)
         if gguf_source(name) != source:
             raise ModelError(f"{path} was changed while it was loaded; load it again")
         _check_tokenizer(library, vocab, tokenizer, name)
+        size = context.vocab_size
         ids = probe_ids(library, vocab, size)
         rule = examined(context, facts, ids)
         kv_facts = {
@@ -147,17 +140,11 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
             attention=watched(context, facts, ids),
         )
     except BaseException:
-        _release(library, context, handle)
+        context.close()
         raise
     # Not at the interpreter's end, when the model's thread may still compute.
-    weakref.finalize(model, _release, library, context, handle).atexit = False
+    weakref.finalize(model, context.close).atexit = False
     return model
-
-
-def _release(library: ctypes.CDLL, context: LlamaContext | None, handle: int) -> None:
-    if context is not None:
-        context.free()
-    library.llama_model_free(handle)
 
 
 def _check_memory(name: str, path: Path) -> None:
@@ -210,10 +197,7 @@ def whole_file(source: ModelSource) -> Path:
         return Path(source.path)
 
     def make(folder: Path) -> None:
-        try:
-            put_together(source.pieces, folder / _WHOLE, source.digest)
-        except ValueError as error:
-            raise ModelError(f"{error}; install the wheels again") from error
+        put_together(source.pieces, folder / _WHOLE, source.digest)
 
     return made("gguf", source.digest, make) / _WHOLE
 
@@ -239,16 +223,6 @@ class FileOutline(BoundedReader):
 
     Of a vocabulary of 150,000 tokens gguf's own reader makes objects that take 500 MB.
     """
-
-    @property
-    def architecture(self) -> str:
-        """Such as "llama"."""
-        return str(read_field(self, "general.architecture")[0])
-
-    def number(self, key: str, otherwise: float) -> float:
-        """A number that the file says of its architecture, by its name there."""
-        found = read_field(self, f"{self.architecture}.{key}")
-        return float(found[0]) if found else otherwise
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type != gguf.GGUFValueType.ARRAY:
@@ -341,7 +315,7 @@ def _frequencies(reader: FileOutline, dim: int, base: float) -> list[torch.Tenso
         kept = _yarn_share(reader, dim, base, *turns)
         found.append(kept * plain + (1 - kept) * scaled)
     for tensor in reader.tensors:
-        if tensor.name in _FACTORS:
+        if tensor.name in ROTATIONS:
             factors = torch.tensor(tensor.data, dtype=torch.float64).flatten()
             if len(factors) == len(plain):
                 found += [plain / factors, scaled / factors]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
-from cached_rag.backends.llama_cpp.assembly import Assembly, assembled, calls, neighbours
+from cached_rag.backends.llama_cpp.assembly import Assembly, assembled, calls, neighbours, part_of
 from cached_rag.backends.llama_cpp.context import FullError, LlamaContext, Work
 from cached_rag.backends.llama_cpp.residents import Owner, Residents, SequenceState
 from cached_rag.backends.llama_cpp.watch import Attention
@@ -119,10 +119,10 @@ class LlamaCppModel:
         wanted = torch.arange(token_ids.shape[1]) if slots is None else slots.cpu()
         tails, at = [], wanted.tolist()
         for row, ids in enumerate(token_ids.tolist()):
+            work = partial(self._prefill_row, buffer, row, ids, at, num_logits)
             if self.keeps_states:
-                tails.append(self._read_on(buffer, ids, at, num_logits))
-            else:
-                tails.append(self._prefill_row(buffer, row, ids, at, num_logits))
+                work = partial(self._read_on, buffer, ids, at, num_logits)
+            tails.append(self._retried(work))
         computed = len(wanted) * self.shapes.num_layers
         return Prefilled(torch.stack(tails), computed, wanted)
 
@@ -149,20 +149,29 @@ class LlamaCppModel:
             for layer in range(self.shapes.num_layers):
                 ready(layer)
         self.residents.remove(buffer)
-        ids: list[int] = token_ids[0].tolist()
+        return self._retried(partial(self._repair, buffer, token_ids[0].tolist(), layout, method))
 
-        def compute() -> Prefilled:
-            rows, asked = method.first_rows(layout), 0
-            if isinstance(method, QuestionSelector) and asks:
-                rows = rows | self._ask(buffer, ids, layout, method)
-                asked = len(ids) - layout.question
-            slots = rows.nonzero().squeeze(1)
-            with self._sequence() as own:
-                logits = self._repair(own, buffer, ids, layout, slots, method)
-                self.residents.add(buffer, own, len(ids))
-            return Prefilled(logits[None], (asked + len(slots)) * self.shapes.num_layers, slots)
-
-        return self._retried(compute)
+    def _repair(
+        self, buffer: KVBuffer, ids: list[int], layout: Layout, method: Selector
+    ) -> Prefilled:
+        """Choose what is computed, and put the prompt together."""
+        rows, asked = method.first_rows(layout), 0
+        if isinstance(method, QuestionSelector) and method.observed_layers(layout):
+            rows = rows | self._ask(buffer, ids, layout, method)
+            asked = len(ids) - layout.question
+        slots = rows.nonzero().squeeze(1)
+        self.context.require(len(ids) + len(slots))
+        with self._sequence() as own:
+            assembly = Assembly(self.context, own, buffer, ids, layout.fresh)
+            *others, last = calls(neighbours(slots.tolist(), assembly.positions), layout)
+            for call in others:
+                if call.chunk is None:
+                    assembly.append(call.runs[0])
+                else:
+                    assembly.repair(call, moves=method.transfers_drift)
+            logits = assembly.append(last.runs[0], 1)
+            self.residents.add(buffer, own, len(ids))
+        return Prefilled(logits[None], (asked + len(slots)) * self.shapes.num_layers, slots)
 
     def _ask(
         self, buffer: KVBuffer, ids: list[int], layout: Layout, method: QuestionSelector
@@ -176,26 +185,6 @@ class LlamaCppModel:
             asking = Assembly(self.context, own, buffer, ids, layout.fresh)
             asking.append((layout.question, len(ids)))
         return method.choose(scores(buffer), layout)
-
-    def _repair(
-        self,
-        sequence: int,
-        buffer: KVBuffer,
-        ids: list[int],
-        layout: Layout,
-        slots: torch.Tensor,
-        method: Selector,
-    ) -> torch.Tensor:
-        """Put a prompt together in a sequence; (1, vocab_size) logits after its last token."""
-        self.context.require(len(ids) + len(slots))
-        assembly = Assembly(self.context, sequence, buffer, ids, layout.fresh)
-        *others, last = calls(neighbours(slots.tolist(), assembly.positions), layout)
-        for call in others:
-            if call.chunk is None:
-                assembly.append(call.runs[0])
-            else:
-                assembly.repair(call, moves=method.transfers_drift)
-        return assembly.append(last.runs[0], 1)
 
     def choose(self, *_: object, **__: object) -> Chosen | None:
         """See `Backend`: never, as pieces of a repair would have to be appended."""
@@ -212,16 +201,14 @@ class LlamaCppModel:
 
     def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
         """See `Backend`."""
-        return torch.stack([self._forward(ids, split) for ids in token_ids.tolist()])
+        rows = [partial(self._forward, ids, split or 0) for ids in token_ids.tolist()]
+        return torch.stack([self._retried(row) for row in rows])
 
-    def _forward(self, ids: Sequence[int], split: int | None) -> torch.Tensor:
-        def compute() -> torch.Tensor:
-            with self._sequence() as own:
-                if split:
-                    self.context.compute([Work(own, ids[:split], 0, 0)])
-                return self.context.compute([Work(own, ids[split or 0 :], split or 0)])[0]
-
-        return self._retried(compute)
+    def _forward(self, ids: Sequence[int], split: int) -> torch.Tensor:
+        with self._sequence() as own:
+            if split:
+                self.context.compute([Work(own, ids[:split], 0, 0)])
+            return self.context.compute([Work(own, ids[split:], split)])[0]
 
     # One prompt ------------------------------------------------------------------------------
 
@@ -231,16 +218,12 @@ class LlamaCppModel:
         """Compute one prompt's tokens at `slots`, and write their KV to the buffer."""
         self.residents.remove(buffer)
         end = slots[-1] + 1
-
-        def compute() -> torch.Tensor:
-            self.context.require(end)
-            with self._sequence() as own:
-                logits = assembled(self.context, own, buffer, ids[:end], slots, num_logits, row)
-                if buffer.batch == 1:
-                    self.residents.add(buffer, own, end)
-                return logits
-
-        return self._retried(compute)
+        self.context.require(end)
+        with self._sequence() as own:
+            logits = assembled(self.context, own, buffer, ids[:end], slots, num_logits, row)
+            if buffer.batch == 1:
+                self.residents.add(buffer, own, end)
+            return logits
 
     def _read_on(
         self, buffer: KVBuffer, ids: Sequence[int], slots: Sequence[int], num_logits: int
@@ -253,15 +236,12 @@ class LlamaCppModel:
                 'one after the other, without gaps; use full or prefix, or backend="transformers"'
             )
 
-        def compute() -> torch.Tensor:
-            if not begin:
-                self.residents.remove(buffer)
-                buffer.states = None
-            sequence = self._resident(buffer, buffer, begin)
-            work = Work(sequence, ids[begin:], begin, num_logits)
-            return self._appended([buffer], [buffer], [work])
-
-        return self._retried(compute)
+        if not begin:
+            self.residents.remove(buffer)
+            buffer.states = None
+        sequence = self._resident(buffer, buffer, begin)
+        work = Work(sequence, ids[begin:], begin, num_logits)
+        return self._appended([buffer], [buffer], [work])
 
     # Answers ---------------------------------------------------------------------------------
 
@@ -280,8 +260,7 @@ class LlamaCppModel:
             logits = self.context.compute(work)
             for sequence, ahead in zip(sequences, batch, strict=True):
                 kv, end = ahead.kv, ahead.end
-                at = (slice(None), 0, slice(None), slice(kv.at(kv.length), kv.at(end)))
-                part = kv.own.keys[at], kv.own.values[at]
+                part = part_of(kv.own, kv.at(kv.length), kv.at(end))
                 self.context.read(sequence, kv.position(kv.length), part)
                 self.residents.add(kv, sequence, end)
         except BaseException:  # what is in the context may be more than the rows' lengths say
@@ -298,20 +277,13 @@ class LlamaCppModel:
         What fails on the way leaves the states that were taken out before, if there are any.
         """
         self.context.require(sum(len(one.token_ids) for one in work))
-        before = [buffer.states for buffer in buffers]
-        for buffer in buffers:
-            buffer.states = None
-        kept: list[SequenceState | None] = [
-            state if isinstance(state, SequenceState) and state.data is not None else None
-            for state in before
-        ]
-        del before
         try:
             logits = self.context.compute(work)
         except BaseException:
-            for owner, buffer, state in zip(owners, buffers, kept, strict=True):
+            for owner, buffer in zip(owners, buffers, strict=True):
+                if buffer.states is not None and not buffer.states.nbytes:
+                    buffer.states = None  # it was in the context only, which may have gone on
                 self.residents.remove(owner)
-                buffer.states = state
             raise
         for owner, buffer, one in zip(owners, buffers, work, strict=True):
             end = one.position + len(one.token_ids)
@@ -345,8 +317,7 @@ class LlamaCppModel:
     def _put_in(self, kv: RowKV, sequence: int) -> None:
         for run in kv.every_run():
             positions = [kv.position(run.slot + n) for n in range(run.end - run.begin)]
-            at = (slice(None), 0, slice(None), slice(run.begin, run.end))
-            self.context.put(sequence, positions, (run.buffer.keys[at], run.buffer.values[at]))
+            self.context.put(sequence, positions, part_of(run.buffer, run.begin, run.end))
 
     def _restore(self, buffer: KVBuffer, sequence: int, length: int) -> None:
         states = buffer.states

@@ -18,6 +18,7 @@ from cached_rag.kv.rows import RowKV
 Owner = KVBuffer | RowKV
 
 
+@dataclass(eq=False)
 class SequenceState:
     """A sequence's state as a whole; implements `States`.
 
@@ -25,24 +26,20 @@ class SequenceState:
     state a token, of which only the last is wanted.
 
     Attributes:
+        context, sequence: where it is, while it has no `data`.
         length: how many tokens the sequence had read.
         data: (num_bytes,) uint8, in llama.cpp's own form; None while they are in the context only.
     """
 
-    def __init__(
-        self,
-        context: LlamaContext,
-        sequence: int,
-        length: int,
-        data: torch.Tensor | None = None,
-    ) -> None:
-        self._context, self._sequence, self.length = context, sequence, length
-        self.data = data
+    context: LlamaContext
+    sequence: int
+    length: int
+    data: torch.Tensor | None = None
 
     def packed(self) -> torch.Tensor:
         """See `States`: its bytes, taken out of the context. The caller holds the model's lock."""
         if self.data is None:
-            self.data = self._context.state(self._sequence)
+            self.data = self.context.state(self.sequence)
         return self.data
 
     @property
@@ -52,7 +49,7 @@ class SequenceState:
 
     def copy(self) -> SequenceState:
         """See `States`. The bytes are shared, as nobody changes them."""
-        return SequenceState(self._context, self._sequence, self.length, self.packed())
+        return SequenceState(self.context, self.sequence, self.length, self.packed())
 
 
 @dataclass
@@ -62,12 +59,10 @@ class Resident:
     Attributes:
         sequence: where it is.
         length: how many of its slots are there, from the first.
-        used: when it was used last, as a count of uses.
     """
 
     sequence: int
     length: int
-    used: int
 
 
 class Residents:
@@ -75,15 +70,15 @@ class Residents:
 
     def __init__(self, context: LlamaContext) -> None:
         self._context = context
+        # In the order of their last use.
         self._found: WeakKeyDictionary[Owner, Resident] = WeakKeyDictionary()
         self._sequences: dict[int, ref[Owner]] = {}
         self._states: dict[int, ref[SequenceState]] = {}
-        self._uses = 0
 
     def add(self, owner: Owner, sequence: int, length: int) -> None:
         """Note that a prompt's first `length` slots are in a sequence."""
-        self._uses += 1
-        self._found[owner] = Resident(sequence, length, self._uses)
+        self._found.pop(owner, None)
+        self._found[owner] = Resident(sequence, length)
         self._sequences[sequence] = ref(owner)
 
     def state(self, sequence: int, length: int) -> SequenceState:
@@ -104,16 +99,12 @@ class Residents:
 
         A prompt is prefilled into a buffer, and then goes on as a row that has it.
         """
-        found = self._found.get(owner)
+        found = self._found.pop(owner, None)
         if found is None and isinstance(owner, RowKV) and not owner.runs:
             found = self._found.pop(owner.own, None)
-            if found is not None:
-                self._found[owner] = found
-                self._sequences[found.sequence] = ref(owner)
         if found is not None:
-            self._uses += 1
-            found.used = self._uses
-        return found
+            self.add(owner, found.sequence, found.length)
+        return self._found.get(owner)
 
     def remove(self, owner: Owner) -> None:
         """Drop a prompt's sequence, if it is there."""
@@ -144,11 +135,10 @@ class Residents:
         """Drop what is over, or else the prompt that waits for longest; False if there is none."""
         if self.sweep():
             return True
-        found = [(one.used, owner) for owner, one in self._found.items()]
-        if not found:
-            return False
-        self.remove(min(found, key=lambda pair: pair[0])[1])
-        return True
+        oldest = next(self._found.keys(), None)
+        if oldest is not None:
+            self.remove(oldest)
+        return oldest is not None
 
     def clear(self) -> None:
         """Forget all, as the context will be gone."""

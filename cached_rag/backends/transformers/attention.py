@@ -90,16 +90,15 @@ def relay_attention(
     Returns:
         (num_tokens, num_heads, value_dim).
     """
-    scale, softcap = how.factor(query.shape[-1]), how.softcap
     count, heads, _ = query.shape
     output = query.new_empty(count, heads, private[0].values.shape[-1], dtype=torch.float32)
     lse = query.new_empty(count, heads, dtype=torch.float32)
     for own in private:
-        found = _private(query, own, scale, softcap)
+        found = _private(query, own, how)
         output[own.tokens], lse[own.tokens] = found[0].float(), found[1]
     for part in shared:
         asked = _taken(query, part.tokens)
-        found = _seen_by_all(asked, part.keys, part.values, scale, softcap)
+        found = _seen_by_all(asked, part.keys, part.values, how)
         every = slice(None) if part.tokens is None else part.tokens
         output[every], lse[every] = merge((output[every], lse[every]), found)
     return how.with_sinks(output, lse).to(query.dtype)
@@ -116,46 +115,42 @@ def _taken(query: torch.Tensor, tokens: slice | torch.Tensor | None) -> torch.Te
     return query if tokens is None else query[tokens]
 
 
-def _padded(query: torch.Tensor, own: Padded, scale: float, softcap: float | None) -> Attended:
+def _padded(query: torch.Tensor, own: Padded, how: Scoring) -> Attended:
     """As `_private`, for several rows with one token each."""
     count, kv_heads = own.keys.shape[:2]
     _, heads, dim = query.shape
     asked = query.new_zeros(count, heads, dim)
     asked[own.rows] = query[own.tokens]
     folded = asked.view(count, kv_heads, -1, dim)
-    found, lse = kernels.attend_padded(folded, own.keys, own.values, own.mask, scale, softcap)
+    side = own.keys, own.values, own.mask
+    found, lse = kernels.attend_padded(folded, *side, how.factor(dim), how.softcap)
     return found.reshape(count, heads, -1)[own.rows], lse.reshape(count, heads)[own.rows]
 
 
-def _private(
-    query: torch.Tensor, part: Part | Padded, scale: float, softcap: float | None
-) -> Attended:
+def _private(query: torch.Tensor, part: Part | Padded, how: Scoring) -> Attended:
     """A row's tokens over its own keys: (tokens, num_heads, value_dim), (tokens, num_heads) lse."""
     if isinstance(part, Padded):
-        return _padded(query, part, scale, softcap)
+        return _padded(query, part, how)
     asked = _taken(query, part.tokens)
     before = part.keys.shape[2] - len(asked)
     if len(asked) == 1:
-        return _seen_by_all(asked, part.keys, part.values, scale, softcap)
+        return _seen_by_all(asked, part.keys, part.values, how)
     fresh = part.keys[:, :, before:], part.values[:, :, before:]
-    found, lse = kernels.attend_causal(asked.transpose(0, 1)[None], *fresh, scale, softcap)
+    scale = how.factor(asked.shape[-1])
+    found, lse = kernels.attend_causal(asked.transpose(0, 1)[None], *fresh, scale, how.softcap)
     own = found[0].transpose(0, 1), lse[0].transpose(0, 1)
     if not before:
         return own
     earlier = part.keys[:, :, :before], part.values[:, :, :before]
-    return merge(own, _seen_by_all(asked, *earlier, scale, softcap))
+    return merge(own, _seen_by_all(asked, *earlier, how))
 
 
 def _seen_by_all(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    softcap: float | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
 ) -> Attended:
     """As `_private`, for keys all of which every token sees."""
     count, heads, dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads, scale, softcap = keys.shape[1], how.factor(dim), how.softcap
     if count == 1:
         found, lse = kernels.attend(query.view(1, kv_heads, -1, dim), keys, values, scale, softcap)
         return found.reshape(1, heads, -1), lse.reshape(1, heads)

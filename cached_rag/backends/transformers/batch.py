@@ -10,6 +10,7 @@ nothing of sampling or of requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -131,14 +132,14 @@ class BatchCache(Cache):  # type: ignore[misc]
         self.windows, self._is_read_again = windows, is_read_again
         self._batch = batch
         self._tokens = _token_slices(batch)
+        self._by_row = list(zip(batch, self._tokens, strict=True))
         self._longest = max(ahead.end for ahead in batch)
         self._shared: list[_Layers] = []
         self._private: list[_Layers | _SlabLayers] = []
-        rows = zip(batch, self._tokens, strict=True)
-        self._scattered = [_Scattered(*row) for row in rows if row[0].slots is not None]
+        self._scattered = [_Scattered(*row) for row in self._by_row if row[0].slots is not None]
         self._fresh: list[_Layers | _SlabLayers | _Scattered] = [*self._scattered]
         # No token behind this one looks at what is divided here.
-        ends = (t.stop for a, t in zip(batch, self._tokens, strict=True) if a.slots is None)
+        ends = (tokens.stop for ahead, tokens in self._by_row if ahead.slots is None)
         self._last = max(ends, default=0)
         self._divide()
         self._layer = 0
@@ -166,8 +167,9 @@ class BatchCache(Cache):  # type: ignore[misc]
             if isinstance(own, SlabRow) and tokens.stop - tokens.start == 1:
                 slabs.setdefault(own.slab, []).append((own, piece, tokens.start))
             else:
+                kv = self._batch[row].kv
                 self._private.append(_Layers(piece, tokens))
-                self._fresh.append(_fresh(self._batch[row], tokens))
+                self._fresh.append(_Layers(replace(piece, begin=kv.at(kv.length)), tokens))
         together = [_SlabLayers(slab, members) for slab, members in slabs.items()]
         self._private += together
         self._fresh += together
@@ -249,7 +251,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         factor = how.factor(query.shape[-1])
         width = self._batch[0].kv.own.values[self._layer].shape[-1]
         output = query.new_empty(*query.shape[:2], width)
-        for ahead, tokens in zip(self._batch, self._tokens, strict=True):
+        for ahead, tokens in self._by_row:
             if ahead.slots is not None:
                 continue
             begin = first_seen(window, ahead.end - 1)
@@ -267,7 +269,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         values = inputs[:, None]
         self.update(values[..., :0], values, layer)
         found = inputs.new_empty(1, inputs.shape[1], count + 1, inputs.shape[2])
-        for ahead, tokens in zip(self._batch, self._tokens, strict=True):
+        for ahead, tokens in self._by_row:
             kept, first = ahead.kv.own.values[layer], 0
             if ahead.slots is None:
                 first = max(0, ahead.kv.length - count)
@@ -300,12 +302,6 @@ def _token_slices(batch: Sequence[StepInput]) -> list[slice]:
         found.append(slice(begin, begin + len(ahead.token_ids)))
         begin += len(ahead.token_ids)
     return found
-
-
-def _fresh(ahead: StepInput, tokens: slice) -> _Layers:
-    """The slots that a row's new tokens are written to."""
-    kv = ahead.kv
-    return _Layers(Piece(kv.own, kv.at(kv.length), kv.at(ahead.end), ()), tokens)
 
 
 @torch.inference_mode()
@@ -344,24 +340,16 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     positions = [row.kv.position(slot) for row in batch for slot in row.at]
     wanted = zip(_token_slices(batch), batch, strict=True)
     last = [n for where, row in wanted for n in range(where.stop - row.num_logits, where.stop)]
-    inputs = {
-        "input_ids": torch.tensor([ids], device=device),
-        "position_ids": torch.tensor([positions], device=device),
-        decoder.cache_name: cache,
-        "use_cache": True,
-    }
-    known = decoder.parameters
-    keeps: dict[str, Any] = {}
-    if "logits_to_keep" in known:
-        keeps["logits_to_keep"] = torch.tensor(last, device=device)
-    inputs = {name: value for name, value in inputs.items() if name in known}
+    places = torch.tensor([positions], device=device)
+    keeps = torch.tensor(last, device=device) if last else None
+    inputs = decoder.inputs(torch.tensor([ids], device=device), places, cache, keeps)
     with attending(cache):
         if not last:
             decoder.network.base_model(**inputs)
             return torch.empty(0, 0, device=device)
-        output = decoder.network(**inputs, **keeps)
+        output = decoder.network(**inputs)
     logits: torch.Tensor = output.logits[0]
-    return logits if keeps else logits[last]
+    return logits if "logits_to_keep" in inputs else logits[last]
 
 
 def _step(decoder: Decoder, row: StepInput) -> torch.Tensor:

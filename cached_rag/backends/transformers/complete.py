@@ -255,7 +255,8 @@ def merge_adapter(model: Any, name: str) -> Any:
     try:
         if PeftConfig.from_pretrained(str(folder)).is_prompt_learning:
             raise ValueError("it learned a prompt, which is not part of the weights")
-        is_tied = _is_tied(model)
+        head = model.get_output_embeddings()
+        is_tied = head is not None and head.weight is model.get_input_embeddings().weight
         adapted = PeftModel.from_pretrained(model, str(folder))
         ends = (adapted.get_input_embeddings(), adapted.get_output_embeddings())
         if is_tied and any(isinstance(one, LoraLayer) for one in ends):
@@ -272,12 +273,6 @@ def merge_adapter(model: Any, name: str) -> Any:
             f"the adapter {name} cannot be merged into the model: {' '.join(str(error).split())}. "
             f"Give the model it was trained on, which {_CONFIG} names, or leave the adapter out"
         ) from error
-
-
-def _is_tied(model: Any) -> bool:
-    """Whether embeddings and head are the same weights."""
-    head = model.get_output_embeddings()
-    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def _folder(name: str) -> Path:

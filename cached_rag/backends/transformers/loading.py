@@ -120,7 +120,7 @@ def load_model(
         if variant.model_kwargs == "{}":
             raise
         raise ConfigError(f"{name} cannot be loaded with model_kwargs: {error}") from error
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, NotImplementedError) as error:
         raise _unloadable(name, source, error) from error
     revision = copied(model)
     packing.densify(model, torch_dtype, keeps_groups=not keeps_dense)
@@ -248,12 +248,9 @@ def wrap_model(
         facts["format"] = [weights, str(few_bit_dtype)]
     return LanguageModel(
         name=name,
-        decoder=found.decoder,
         tokenizer=tokenizer,
         weights=weights,
-        shapes=found.shapes,
-        rule=found.rule,
-        composer=found.composer,
+        **vars(found),
         fingerprint=fingerprint.model_fingerprint(facts),
         context_length=_context_length(model.config),
         eos_ids=_eos_ids(model),

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from safetensors.torch import load
 from transformers import DynamicCache
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
@@ -122,8 +123,8 @@ class LanguageModel:
 
     def unpacked(self, data: torch.Tensor, length: int) -> LayerStates:
         """See `Backend`."""
-        model = self.decoder.model
-        return LayerStates.unpacked(model.config, data, length, self.shapes.device)
+        tensors = load(data.numpy().tobytes())
+        return LayerStates.of(self.decoder.model.config, tensors, length, self.device)
 
     @property
     def can_append(self) -> bool:

@@ -12,6 +12,7 @@ hold the same numbers, whatever computes them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from typing import Any, Literal
 
 import torch
@@ -50,11 +51,13 @@ class FewBitLinear(nn.Module, ABC):
 
     Attributes:
         weight: (out_features, in_features), dense; None to save memory.
+        kind: the format's name.
         few_rows: with more rows, the dense weights are used.
         scales_dtype: what rows are rounded to for the kernel. Torch's kernels are fast in bf16
             alone, on every CPU; in fp32 they are slower than dense weights.
     """
 
+    kind: str
     few_rows: int
     scales_dtype: torch.dtype
     weight: nn.Parameter | None
@@ -88,7 +91,7 @@ class FewBitLinear(nn.Module, ABC):
 class Int4Linear(FewBitLinear):
     """Levels of 4 bits, in the order that torch's kernel on this machine wants."""
 
-    few_rows = INT4_ROWS
+    kind, few_rows = "int4", INT4_ROWS
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class Int4Linear(FewBitLinear):
 class Int8Linear(FewBitLinear):
     """Levels of -127 to 127 and one scale for each output."""
 
-    few_rows = INT8_ROWS
+    kind, few_rows = "int8", INT8_ROWS
     levels: torch.Tensor
     scales: torch.Tensor
 
@@ -236,7 +239,7 @@ def pack(
         # A head has few rows, and its weights may be the embeddings', which are not to be rounded.
         has_dense = keeps_dense and name != _HEAD
         own = part.groups.dense(model.dtype) if isinstance(part, StoredLinear) else part.weight.data
-        packed = _packed(own, part.bias, wanted, dtype, keeps_dense=has_dense)
+        packed = _packed(own, part.bias, wanted, dtype, own if has_dense else None)
         network.set_submodule(name, packed)
         for place, outputs in places.pop(part, ()):
             if not has_dense:
@@ -258,13 +261,8 @@ def _places(model: Any) -> dict[nn.Module, list[tuple[str, slice | None]]]:
 
 def formats(network: nn.Module) -> dict[str, int]:
     """How many linear layers a network has of each format."""
-    found: dict[str, int] = {}
-    for part in network.modules():
-        if isinstance(part, (nn.Linear, FewBitLinear)):
-            few = "int4" if isinstance(part, Int4Linear) else "int8"
-            kind = few if isinstance(part, FewBitLinear) else "dense"
-            found[kind] = found.get(kind, 0) + 1
-    return found
+    linears = (part for part in network.modules() if isinstance(part, (nn.Linear, FewBitLinear)))
+    return Counter(getattr(part, "kind", "dense") for part in linears)
 
 
 def _form(name: str, part: nn.Linear | StoredLinear, weights: Format) -> Groups | str | None:
@@ -284,19 +282,16 @@ def _packed(
     bias: nn.Parameter | None,
     wanted: Groups | str,
     dtype: torch.dtype,
-    *,
-    keeps_dense: bool,
+    kept: torch.Tensor | None,
 ) -> FewBitLinear:
-    kept = own if keeps_dense else None
+    """A layer's few bits; `kept`, its dense weights, are set to the same numbers."""
     if wanted == "int8":
         levels, scales = in_bytes(own, dtype)
         if kept is not None:
             kept.copy_(levels * scales[:, None].to(kept.dtype))
         return Int8Linear(levels, scales, bias, kept)
-    if isinstance(wanted, Groups):
-        return Int4Linear(wanted, dtype, bias, kept)
-    groups = grouped(own)
-    if kept is not None:
+    groups = wanted if isinstance(wanted, Groups) else grouped(own)
+    if kept is not None and groups is not wanted:
         kept.copy_(groups.dense(own.dtype))
     return Int4Linear(groups, dtype, bias, kept)
 

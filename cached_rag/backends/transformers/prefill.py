@@ -18,11 +18,9 @@ with the same slope (Prompt Cache, section 4.2). Knows nothing of text or stores
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ import torch
 from cached_rag.backends.base import Chosen, Prefilled
 from cached_rag.backends.transformers.attention import Rows, attending
 from cached_rag.backends.transformers.decoder import Decoder
+from cached_rag.backends.transformers.recording import Inputs, entering
 from cached_rag.backends.transformers.row_cache import Drift, Observed, Observer, Peeked, RowCache
 from cached_rag.backends.transformers.states import LayerStates
 from cached_rag.errors import ModelError
@@ -42,7 +41,7 @@ _BY_ROW = {"hidden_states": -2, "position_ids": -1, "attention_mask": -2, "per_l
 _BIASES = ("alibi", "position_bias")
 
 
-def with_gaps(inputs: dict[str, Any], positions: torch.Tensor) -> dict[str, Any]:
+def with_gaps(inputs: Inputs, positions: torch.Tensor) -> Inputs:
     """A layer's inputs, its ALiBi biases (if any) computed from positions instead of indices.
 
     Args:
@@ -86,10 +85,6 @@ class RowPass:
     layout: Layout
     selector: Selector
     checks: frozenset[int] = frozenset()
-    # Rows whose output of layer 0 is known: a mask over the pass's rows, and their hidden states.
-    resumed: tuple[torch.Tensor, torch.Tensor] | None = None
-    observer: Observer | None = None
-    first_output: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -139,26 +134,18 @@ class RowPass:
     def forward(self) -> Prefilled:
         """Run the model once over the rows."""
         states, self.buffer.states = self.buffer.states, None  # what fails leaves none behind
-        found = self._forward()
+        with self._hooked():
+            found = self._forward()
         if isinstance(states, LayerStates):
             states.length = self.end
             self.buffer.states = states
         return found
 
     def _forward(self) -> Prefilled:
-        wanted = {
-            "input_ids": self.entering,
-            "position_ids": self.positions[None].expand(self.entering.shape),
-            self.decoder.cache_name: self.cache,
-            "use_cache": True,
-            "logits_to_keep": self._kept_logits(),
-        }
-        network = self.decoder.network
-        if not self.num_logits:
-            network = network.base_model
-            del wanted["logits_to_keep"]
-        known = self.decoder.parameters | {self.decoder.cache_name}
-        inputs = {k: v for k, v in wanted.items() if k in known}
+        network = self.decoder.network if self.num_logits else self.decoder.network.base_model
+        positions = self.positions[None].expand(self.entering.shape)
+        keeps = self._kept_logits() if self.num_logits else None
+        inputs = self.decoder.inputs(self.entering, positions, self.cache, keeps)
         with attending(self.cache) if self.decoder.is_fast else ExitStack():
             output = network(**inputs)
         if not self.num_logits:
@@ -173,44 +160,19 @@ class RowPass:
             return self.num_logits
         return torch.arange(-self.num_logits, 0, device=self.entering.device)
 
-    def watch(self, observer: Observer) -> None:
-        """Run until the observer has seen all its layers; keeps the output of layer 0."""
-        self.observer = self.cache.observer = observer
-        with self.hooked(), suppress(Observed):
-            self.forward()
-
-    def resume(self, is_known: torch.Tensor, first_output: torch.Tensor) -> Prefilled:
-        """Run the model, without recomputing layer 0 for rows whose output of it is known.
-
-        Args:
-            is_known: (num_rows,) bool, these rows.
-            first_output: (batch, number of known rows, hidden_size), their output of layer 0.
-        """
-        self.resumed, self.all_rows = (is_known, first_output), self.cache.rows
-        with self.hooked():
-            return self.forward()
-
     @contextmanager
-    def hooked(self) -> Iterator[None]:
+    def _hooked(self) -> Iterator[None]:
         """Inside this context, hooks are on all layers from the first that may drop rows."""
-        layers, handles = self.decoder.modules, []
-        first = self._first_narrowing()
+        layers, first = self.decoder.modules, self._first_narrowing()
         self.computed = first * len(self.cache.rows)
         self.final_slots = self.cache.rows.slots
-        try:
-            for index in range(first, len(layers)):
-                hook = partial(self.before_layer, index)
-                handles.append(layers[index].register_forward_pre_hook(hook, with_kwargs=True))
-            if handles:
-                handles.append(layers[-1].register_forward_hook(self._widen))
+        widened = layers[-1].register_forward_hook(self._widen)
+        with widened, entering(layers[first:], self.before_layer, first):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _first_narrowing(self) -> int:
         count = len(self.decoder.layers)
-        if self.kept is not None or self.resumed is not None or self.observer is not None:
+        if self.kept is not None or self.cache.observer is not None:
             return 0
         if self.ready is not None or (self.gaps is not None and not self.decoder.is_fast):
             return 0
@@ -228,27 +190,16 @@ class RowPass:
         last = self.decoder.num_keeping - 1
         return last + self.decoder.layers[last].is_stateful
 
-    def before_layer(
-        self, index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_layer(self, index: int, named: Inputs) -> Inputs:
         """Cut a layer's inputs to the rows kept; at a check layer, let the method choose them."""
         self.index = index
         if self.ready is not None:
             self.ready(index)
-        names = list(inspect.signature(layer.forward).parameters)
-        named = dict(zip(names, args, strict=False)) | kwargs
         if self.gaps is not None:
             named = with_gaps(named, self.gaps)
-        if self.observer is not None and index > 0:
-            if index == 1:
-                self.first_output = named["hidden_states"]
-            if index > self.observer.layers[-1]:
-                raise Observed
-        if self.resumed is not None and index < 2:
-            named |= self._resume(index, named["hidden_states"], *self.resumed)
         inputs = self._narrowed(named)
         if index in self.checks:
-            self._peek(layer, inputs)
+            self._peek(inputs)
             inputs = self._narrowed(named | self._choose(index, inputs["hidden_states"]))
         count = len(self.cache.rows)
         if index < self.decoder.num_keeping:  # the layers behind compute less in every pass
@@ -258,32 +209,17 @@ class RowPass:
             # The last layer, and those before it that keep nothing, compute only rows whose logits
             # are wanted. Of the others keys and values are computed, which later tokens need.
             if index < self.decoder.num_keeping:
-                self._peek(layer, inputs)
+                self._peek(inputs)
             last = torch.arange(count, device=self.cache.rows.slots.device)
             last = last[-self.num_logits :]
             inputs = self._narrowed(named | self._keep(last, inputs["hidden_states"]))
-        return (), inputs
+        return inputs
 
-    def _resume(
-        self, index: int, hidden: torch.Tensor, is_known: torch.Tensor, known: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """Drop the rows whose output is known before layer 0, and add them before layer 1."""
-        every = self.all_rows
-        if index == 0:
-            self.kept = (~is_known).nonzero().squeeze(1)
-            self.cache.rows = every.narrowed(self.kept)
-            return {}
-        whole = hidden.new_empty(*hidden.shape[:-2], len(every), hidden.shape[-1])
-        whole[..., is_known, :] = known
-        whole[..., self.kept, :] = hidden
-        self.kept, self.cache.rows = None, every
-        return {"hidden_states": whole}
-
-    def _peek(self, layer: torch.nn.Module, inputs: dict[str, Any]) -> None:
+    def _peek(self, inputs: Inputs) -> None:
         """Compute only keys and values of the current rows, not the rest of the layer."""
         self.cache.is_peeking = True
         try:
-            layer.forward(**inputs)
+            self.decoder.modules[self.index].forward(**inputs)
         except Peeked:
             pass
         finally:
@@ -305,7 +241,7 @@ class RowPass:
         self.cache.rows = rows.narrowed(keep)
         return {"hidden_states": hidden.index_select(-2, keep)}
 
-    def _narrowed(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _narrowed(self, inputs: Inputs) -> Inputs:
         """The inputs with per-row tensors cut to the rows kept, where they are not yet."""
         if self.kept is None:
             return inputs
@@ -315,15 +251,15 @@ class RowPass:
             raise ModelError(
                 "the model gave its layers no mask, so scattered rows would see later tokens"
             )
-        narrowed = dict(inputs)
-        for name, dim in _BY_ROW.items():
-            narrowed[name] = self._cut(inputs.get(name), dim)
+        narrowed: Inputs = {
+            name: self._cut(inputs[name], dim) for name, dim in _BY_ROW.items() if name in inputs
+        }
         rotary = inputs.get("position_embeddings")
         if isinstance(rotary, torch.Tensor):  # one of complex numbers
             narrowed["position_embeddings"] = self._cut(rotary, 1)
         elif isinstance(rotary, Sequence):
             narrowed["position_embeddings"] = tuple(self._cut(part, 1) for part in rotary)
-        return {name: value for name, value in narrowed.items() if name in inputs}
+        return inputs | narrowed
 
     def _cut(self, tensor: torch.Tensor | None, dim: int) -> torch.Tensor | None:
         if tensor is None or tensor.ndim < 2 or tensor.shape[dim] != self.num_entering:
@@ -352,9 +288,7 @@ def prefill_rows(
 ) -> Prefilled:
     """See `Backend.prefill`. With `num_logits` 0 the model's head is not computed."""
     slots = torch.arange(token_ids.shape[1]) if slots is None else slots
-    run = RowPass(decoder, buffer, token_ids, slots.to(token_ids.device), num_logits)
-    with run.hooked():
-        return run.forward()
+    return RowPass(decoder, buffer, token_ids, slots.to(token_ids.device), num_logits).forward()
 
 
 @dataclass(frozen=True)
@@ -375,79 +309,54 @@ class Repair:
     @torch.inference_mode()
     def run(self) -> Prefilled:
         """See `Backend.repair`. At its check layers the method drops rows."""
-        if self._asks():
-            return self._run_asked()
-        run = self._pass(self._first_rows(), 1)
+        chosen = self._chosen()
+        run = self._pass(chosen.left, 1)
         run.layout, run.selector = self.layout, self.method
         run.checks = frozenset(self.method.check_layers(self.layout))
-        run.cache.drift = self._drift()
-        with run.hooked():
-            return run.forward()
+        run.cache.drift = Drift(self.layout.modules) if self.method.transfers_drift else None
+        done = run.forward()
+        if chosen.computed:
+            done.computed += chosen.computed
+            done.rows = chosen.rows
+        return done
 
     @torch.inference_mode()
     def choose(self) -> Chosen | None:
         """See `Backend.choose`."""
-        if self.method.check_layers(self.layout):
-            return None
-        if self._asks():
-            return self._ask()[0]
-        slots = self._first_rows()
-        return Chosen(slots, slots, 0)
+        return None if self.method.check_layers(self.layout) else self._chosen()
 
-    def _asks(self) -> bool:
-        """Whether the method looks at what the question attends to before it chooses."""
+    def _chosen(self) -> Chosen:
+        """The rows that the method begins with; it may look at what the question attends to."""
         method = self.method
-        return isinstance(method, QuestionSelector) and bool(method.observed_layers(self.layout))
-
-    def _first_rows(self) -> torch.Tensor:
-        return self.method.first_rows(self.layout).nonzero().squeeze(1)
-
-    def _drift(self) -> Drift | None:
-        return Drift(self.layout.modules) if self.method.transfers_drift else None
+        if isinstance(method, QuestionSelector) and method.observed_layers(self.layout):
+            return self._ask(method)
+        slots = method.first_rows(self.layout).nonzero().squeeze(1)
+        return Chosen(slots, slots, 0)
 
     def _pass(self, slots: torch.Tensor, num_logits: int) -> RowPass:
         slots = slots.to(self.token_ids.device)
         return RowPass(self.decoder, self.buffer, self.token_ids, slots, num_logits, self.ready)
 
-    def _run_asked(self) -> Prefilled:
-        """Watch what the question attends to over the reused KV, then compute what it points at.
-
-        The second pass does not compute the output of layer 0 again for the rows that the first one
-        had: it stays valid, since reused KV of layer 0 is exact.
-        """
-        chosen, asked = self._ask()
-        live, rows = self.layout.fresh.to(self.token_ids.device), chosen.left
-        run = self._pass(rows, 1)
-        run.cache.drift = self._drift()
-        assert asked.first_output is not None
-        known = asked.first_output[..., torch.isin(live.nonzero()[:, 0], rows), :]
-        done = run.resume(live[rows], known)
-        done.computed += chosen.computed
-        done.rows = chosen.rows
-        return done
-
-    def _ask(self) -> tuple[Chosen, RowPass]:
+    def _ask(self, method: QuestionSelector) -> Chosen:
         """Compute the live rows, which have no KV; watch what the question among them attends to.
 
         Live rows before the first row that the method chooses stay valid, if they were computed in
         every layer, since nothing that they see changes. All others are to be computed again.
-
-        Returns:
-            The choice, and the pass.
         """
         if not self.decoder.is_fast:
             raise ModelError(
                 "this model's attention cannot be watched, so methods that ask the question cannot "
                 "be used with it; choose cacheblend, epic or reuse"
             )
-        assert isinstance(self.method, QuestionSelector)
         live = self.layout.fresh.to(self.token_ids.device)
         asked = self._pass(live.nonzero().squeeze(1), 0)
-        observer = Observer(self.method, self.layout, self.decoder.attending)
-        asked.watch(observer)
-        chosen = self.method.choose(torch.stack(observer.scores), self.layout)
+        observer = Observer(method, self.layout, self.decoder.attending)
+        asked.cache.observer = observer
+        with suppress(Observed):  # once it has seen all its layers
+            asked.forward()
+        chosen = method.choose(torch.stack(observer.scores), self.layout)
         first = int(chosen.nonzero()[0])
         is_valid = len(self.decoder.layers) - 1 in observer.layers
         every = (live | chosen).nonzero().squeeze(1)
         left = every[every >= first] if is_valid else every
-        return Chosen(every, left, asked.computed), asked
+        return Chosen(every, left, asked.computed)

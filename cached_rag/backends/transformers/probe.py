@@ -104,12 +104,8 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
     except ModelError:
         if not stateful:
             raise
-        undo = read_by_token(one.module for one in dense.layers if one.is_stateful)
-        try:
-            decoder = _find_decoder(dense, lean, seen)
-        except ModelError:
-            undo()
-            raise
+        read_by_token(one.module for one in dense.layers if one.is_stateful)
+        decoder = _find_decoder(dense, lean, seen)
     composes = composer(decoder, rule)
     if stateful:
         rule = PositionRule(reason=_STATES)
@@ -195,7 +191,7 @@ class _Probe:
             self.slots, self.errors = slots, []
             ids = token_ids[:, : int(slots[-1]) + 1]
             run = RowPass(self.decoder, buffer, ids, slots, num_logits=1)
-            with entering(layers, self._enter), leaving(layers[-1:], self._leave), run.hooked():
+            with entering(layers, self._enter), leaving(layers[-1:], self._leave):
                 found = run.forward().logits[0].float()
         for layer in range(len(layers)):
             self.errors[layer] = max(self.errors[layer], self._kv_error(layer, buffer))
@@ -330,25 +326,18 @@ def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> Posi
         if _share(there - here, here, added) > max(_PLACE_TOLERANCE, tolerance):
             return PositionRule(reason=f"layer {layer} depends on absolute positions")
         for name, side in (("keys", seen.keys[layer]), ("values", seen.values[layer])):
-            rule = None if side is None else _rule(side, delta, candidates, tolerance)
-            if side is not None and rule is None:
+            rule: LayerRule | None = LayerRule("none")
+            if side is not None and side.shape[-1]:
+                rule = match_rule(side[0], {delta: side[1]}, candidates, tolerance)
+            if rule is None:
                 return PositionRule(reason=f"no known rotation explains {name} of layer {layer}")
-            rules[name].append(rule or LayerRule("none"))
+            rules[name].append(rule)
     turns = any(rule.style != "none" for rule in rules["values"])  # in latent attention
     return PositionRule(
         tuple(rules["keys"]),
         limit=switch(model.config),
         values=tuple(rules["values"]) if turns else (),
     )
-
-
-def _rule(
-    side: torch.Tensor, delta: int, candidates: list[tuple[float, ...]], tolerance: float
-) -> LayerRule | None:
-    """How one layer's (2, heads, seq_len, dim) keys or values depend on position."""
-    if not side.shape[-1]:
-        return LayerRule("none")
-    return match_rule(side[0], {delta: side[1]}, candidates, tolerance)
 
 
 def _delta(decoder: Decoder) -> int:

@@ -13,8 +13,8 @@ largest layer. Knows transformers and `decoder.py`, nothing else of this library
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -75,20 +75,18 @@ def in_float32(model: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
     tables = [module for module in (embeddings, head) if module is not None]
     later = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in (*tables, *layers))
     rest, one = _Loan({}, frozenset(map(id, later))), _Loan({}, frozenset())
-    handles = [embeddings.register_forward_hook(lambda _, __, output: output.float())]
-    if head is not None:
-        handles.append(head.register_forward_pre_hook(_narrow))
-    for layer in layers:
-        handles.append(layer.register_forward_pre_hook(lambda layer, _: one.lend(layer)))
-        handles.append(layer.register_forward_hook(lambda *_: one.settle(), always_call=True))
-    try:
+    with ExitStack() as stack:
+        stack.callback(rest.settle)
+        stack.callback(one.settle)
+        hold = stack.enter_context
+        hold(embeddings.register_forward_hook(lambda _, __, output: output.float()))
+        if head is not None:
+            hold(head.register_forward_pre_hook(_narrow))
+        for layer in layers:
+            hold(layer.register_forward_pre_hook(lambda layer, _: one.lend(layer)))
+            hold(layer.register_forward_hook(lambda *_: one.settle(), always_call=True))
         rest.lend(model)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        one.settle()
-        rest.settle()
 
 
 def _narrow(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -240,24 +238,25 @@ def record(
 
 @contextmanager
 def entering(
-    layers: Sequence[torch.nn.Module], change: Callable[[int, Inputs], Inputs]
+    layers: Iterable[torch.nn.Module], change: Callable[[int, Inputs], Inputs], first: int = 0
 ) -> Iterator[None]:
-    """Inside this context, `change` gets each layer's index and named inputs, returns new ones."""
+    """Inside this context, `change` gets each layer's index and named inputs, returns new ones.
+
+    Args:
+        layers: of a model, or other modules.
+        first: the index of the first of them.
+    """
 
     def before(index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> Any:
         names = inspect.signature(layer.forward).parameters
         named = dict(zip(names, args, strict=False)) | kwargs
         return (), named | change(index, named)
 
-    handles = [
-        layer.register_forward_pre_hook(partial(before, index), with_kwargs=True)
-        for index, layer in enumerate(layers)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers, first):
+            hook = layer.register_forward_pre_hook(partial(before, index), with_kwargs=True)
+            hooks.enter_context(hook)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -269,11 +268,7 @@ def leaving(
     def after(index: int, _: torch.nn.Module, __: Any, output: Any) -> None:
         see(index, output[0] if isinstance(output, tuple) else output)
 
-    handles = [
-        layer.register_forward_hook(partial(after, index)) for index, layer in enumerate(layers)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            hooks.enter_context(layer.register_forward_hook(partial(after, index)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

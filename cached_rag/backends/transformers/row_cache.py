@@ -260,12 +260,12 @@ class RowCache(Cache):  # type: ignore[misc]
         """Show the observer a layer's query and keys before the layer attends.
 
         Raises:
-            Observed: this was the last layer, so the pass can end.
+            Observed: this was the last layer that it observes, so the pass can end.
         """
         if self.observer is None:
             return
         self.observer(layer, self.rows, query, keys, how)
-        if layer == len(self.windows) - 1:
+        if layer == self.observer.layers[-1]:
             raise Observed
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -14,12 +14,13 @@ computed in this pass or earlier. Knows transformers; knows no prompt.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
@@ -53,13 +54,6 @@ class LayerStates:
         """See `States`: a safetensors file's bytes."""
         return torch.frombuffer(bytearray(save(self.tensors())), dtype=torch.uint8)
 
-    @classmethod
-    def unpacked(
-        cls, config: Any, data: torch.Tensor, length: int, device: torch.device
-    ) -> LayerStates:
-        """What `packed` gave, of a model with this configuration."""
-        return cls.of(config, load(data.numpy().tobytes()), length, device)
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of it on the CPU, by layer, name and part; flags are numbers."""
         held: dict[str, torch.Tensor] = {}
@@ -75,7 +69,7 @@ class LayerStates:
     def of(
         cls, config: Any, tensors: Mapping[str, torch.Tensor], length: int, device: torch.device
     ) -> LayerStates:
-        """What has these `tensors`."""
+        """What has these `tensors`, of a model with this configuration."""
         found = cls(DynamicCache(config=config).layers, length)
         for key, tensor in tensors.items():
             number, name, part = key.split(".")
@@ -110,29 +104,15 @@ def copied_layer(layer: Any) -> Any:
     return found
 
 
-def read_by_token(layers: Iterable[torch.nn.Module]) -> Callable[[], None]:
+def read_by_token(layers: Iterable[torch.nn.Module]) -> None:
     """Have the mixers of these layers go on behind a state token by token.
 
     That is for those that transformers lets begin anew where several tokens follow (Jamba's). The
     first tokens of a prompt are read at once, as ever.
-
-    Returns:
-        What has them do as before.
     """
-    mixers: list[Any] = [
-        module
-        for layer in layers
-        for module in layer.modules()
-        if hasattr(module, DECAY) and not reads_by_token(module)
-    ]
-    for mixer in mixers:
-        mixer.forward = partial(_by_token, mixer, mixer.forward)
-
-    def undo() -> None:
-        for mixer in mixers:
-            mixer.forward = mixer.forward.args[1]
-
-    return undo
+    for module in chain.from_iterable(layer.modules() for layer in layers):
+        if hasattr(module, DECAY) and not reads_by_token(module):
+            module.forward = partial(_by_token, module, module.forward)
 
 
 def reads_by_token(module: Any) -> bool:
