@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from cached_rag.errors import ConfigError
 from cached_rag.methods.base import Layout, QuestionSelector, Selector, top_rows
 from cached_rag.methods.reuse import Epic
+from cached_rag.options import require
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class InfoFlow(QuestionSelector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.depth < 1.0:
-            raise ConfigError(f"depth is a share of the layers, 0 to below 1, not {self.depth}")
+        depth = self.depth
+        require(0 <= depth < 1, f"depth is a share of the layers, 0 to below 1, not {depth}")
 
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """The late ones."""
@@ -153,12 +153,10 @@ class AnchorFlow(InfoFlow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.anchor_tokens < 0:
-            raise ConfigError(f"anchor_tokens cannot be negative: {self.anchor_tokens}")
-        if not 0 <= self.follow_tokens <= 64:
-            raise ConfigError(f"follow_tokens is a number from 0 to 64, not {self.follow_tokens}")
-        if not 0.0 <= self.follow_ratio <= 1.0:
-            raise ConfigError(f"follow_ratio is a share, 0 to 1, not {self.follow_ratio}")
+        count, follows, share = self.anchor_tokens, self.follow_tokens, self.follow_ratio
+        require(count >= 0, f"anchor_tokens cannot be negative: {count}")
+        require(0 <= follows <= 64, f"follow_tokens is a number from 0 to 64, not {follows}")
+        require(0 <= share <= 1, f"follow_ratio is a share, 0 to 1, not {share}")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the anchors; with r = 1 all reused ones."""
@@ -253,10 +251,8 @@ class Lexical(Selector):
     reach: int = 16
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.recompute_ratio <= 1.0:
-            raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {self.recompute_ratio}")
-        if not 0 <= self.reach <= 1024:
-            raise ConfigError(f"reach is a number from 0 to 1024, not {self.reach}")
+        super().__post_init__()
+        require(0 <= self.reach <= 1024, f"reach is a number from 0 to 1024, not {self.reach}")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows, and the reused ones nearest to the question's words."""

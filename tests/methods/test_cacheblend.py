@@ -162,5 +162,5 @@ def test_options_are_understood_as_text():
     encoded = f"{text}@primer:3"
     assert names(f"auto@primer:2,{encoded},prefix") == ["auto@primer:2", encoded, "prefix"]
     for wrong in ("cacheblend:score=both", "cacheblend:gradual=perhaps"):
-        with pytest.raises(ConfigError, match=r"values, keys, kv|true or false"):
+        with pytest.raises(ConfigError, match=r"values, keys, kv|True or False"):
             parse_method(wrong, SELECTORS, {})
