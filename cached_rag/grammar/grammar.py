@@ -259,11 +259,7 @@ def _is_number(value: Any) -> bool:
 
 def _in_last_digits(number: float) -> int:
     """The number, counted in its last decimal place: 25 for 0.25, 60 for 60."""
-    if isinstance(number, int):
-        return number
-    _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
-    zeros = "0" * max(0, int(exponent))
-    return int("".join(map(str, digits)) + zeros)
+    return int(f"{Decimal(repr(number)).normalize():f}".replace(".", ""))
 
 
 def _looks_around(pattern: str) -> bool:
