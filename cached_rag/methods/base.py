@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from cached_rag.options import check_types, require
+from cached_rag.options import check_range, check_types
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,8 @@ class Selector(ABC):
             ConfigError: one makes no sense.
         """
         check_types(self)
-        ratio = getattr(self, "recompute_ratio", None)
-        is_share = ratio is None or 0 <= ratio <= 1
-        require(is_share, f"recompute_ratio is a share, 0 to 1, not {ratio}")
+        if hasattr(self, "recompute_ratio"):
+            check_range(self, 0, 1, "recompute_ratio")
 
     @abstractmethod
     def first_rows(self, layout: Layout) -> torch.Tensor:

@@ -6,6 +6,7 @@ attends to, and in what is recomputed besides. `auto`, the default, is one of th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ import torch
 
 from cached_rag.methods.base import Layout, QuestionSelector, Selector, top_rows
 from cached_rag.methods.reuse import Epic
-from cached_rag.options import require
+from cached_rag.options import check_range, require
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,9 @@ class AnchorFlow(InfoFlow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        count, follows, share = self.anchor_tokens, self.follow_tokens, self.follow_ratio
-        require(count >= 0, f"anchor_tokens cannot be negative: {count}")
-        require(0 <= follows <= 64, f"follow_tokens is a number from 0 to 64, not {follows}")
-        require(0 <= share <= 1, f"follow_ratio is a share, 0 to 1, not {share}")
+        check_range(self, 0, math.inf, "anchor_tokens")
+        check_range(self, 0, 64, "follow_tokens")
+        check_range(self, 0, 1, "follow_ratio")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the anchors; with r = 1 all reused ones."""
@@ -252,7 +252,7 @@ class Lexical(Selector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.reach <= 1024, f"reach is a number from 0 to 1024, not {self.reach}")
+        check_range(self, 0, 1024, "reach")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows, and the reused ones nearest to the question's words."""

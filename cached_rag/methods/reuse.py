@@ -4,13 +4,14 @@ states; each chunk's first tokens; and a choice by chance, with which the others
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from cached_rag.methods.base import Layout, Selector, Takes, top_rows
-from cached_rag.options import require
+from cached_rag.options import check_range
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Random(Selector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(abs(self.seed) < 1 << 63, f"no 64-bit seed: {self.seed}")
+        check_range(self, -(1 << 63), (1 << 63) - 1, "seed")  # as PyTorch has it
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the drawn ones."""
@@ -142,8 +143,7 @@ class Epic(Selector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        count = self.anchor_tokens
-        require(count >= 0, f"anchor_tokens cannot be negative: {count}")
+        check_range(self, 0, math.inf, "anchor_tokens")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the anchors."""

@@ -398,7 +398,9 @@ def test_lexical_chooses_what_stands_around_the_questions_rare_words():
     assert not (Lexical(1.0).first_rows(exact) & ~fresh).any()
 
 
-@pytest.mark.parametrize(("options", "says"), [((1.5,), "is a share"), ((0.1, -1), "reach is")])
+@pytest.mark.parametrize(
+    ("options", "says"), [((1.5,), "must be 0 to 1"), ((0.1, -1), "reach must be")]
+)
 def test_lexical_refuses_what_makes_no_sense(options, says):
     with pytest.raises(ConfigError, match=says):
         Lexical(*options)
