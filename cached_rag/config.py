@@ -38,7 +38,6 @@ MOST_PRIMERS = 3
 CODEC_NAMES = ("raw", "int8", "int4")
 # What is learned from prompts; see `StoreConfig`.
 Learns = Literal["off", "recurring"]
-_METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class GenerationConfig:
             method, and is None afterwards.
         recompute_ratio: share of the reused tokens to recompute, 0 to 1; None for the method's
             default.
-        check_layer, gradual: options of CacheBlend; None for its defaults.
         max_tokens: most tokens of the answer.
         temperature: 0, and whatever is less than 0.0001, always takes the likeliest token.
         top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off. The nucleus of a top_p of
@@ -80,8 +78,6 @@ class GenerationConfig:
     method: str | Selector = "auto"
     quality: str | None = None
     recompute_ratio: float | None = None
-    check_layer: int | tuple[int, ...] | None = None
-    gradual: bool | None = None
     max_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
@@ -138,17 +134,13 @@ class GenerationConfig:
         """
         from cached_rag.methods import SELECTORS, Selector, parse_method
 
-        given = {n: getattr(self, n) for n in _METHOD_OPTIONS if getattr(self, n) is not None}
-        if not isinstance(self.method, str):
-            is_method = isinstance(self.method, Selector)
-            require(is_method, f"no method: {self.method!r}; give its name, or make it a Selector")
-            options = ", ".join(given)
-            require(not given, f"{options}: for methods by name; give {self.method} its own")
-            return self.method
-        found = parse_method(self.method, SELECTORS, given)
-        for name in given.keys() - {"recompute_ratio"}:  # a ratio is harmless to any method
-            require(hasattr(found, name), f"{self.method} has no option {name!r}")
-        return found
+        method, ratio = self.method, self.recompute_ratio
+        if isinstance(method, str):
+            return parse_method(method, SELECTORS, ratio)
+        is_method = isinstance(method, Selector)
+        require(is_method, f"no method: {method!r}; give its name, or make it a Selector")
+        require(ratio is None, f"recompute_ratio: for methods by name; give {method} its own")
+        return method
 
     def replace(self, **options: Any) -> GenerationConfig:
         """A copy with some settings changed; a quality takes the place of the method.

@@ -243,8 +243,8 @@ Loading = Annotated[
         (ModelConfig,), shown=("device", "dtype", "weights", "backend"), but=("model_kwargs",)
     ),
 ]
-# What a form, or a method that is being studied, needs stands in programs.
-_OF_PROGRAMS = ("grammar", "shows_control", "check_layer", "gradual", "logprobs", "ignore_eos")
+# What a form needs stands in programs.
+_OF_PROGRAMS = ("grammar", "shows_control", "logprobs", "ignore_eos")
 # What the first ingestion of an index settles.
 SETTLED = ("embedding", "chunk_tokens", "codec", "primers", "first_exact", "system")
 ENVIRONMENT = {"remote": "CACHED_RAG_REMOTE"}

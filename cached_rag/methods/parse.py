@@ -88,19 +88,19 @@ def has_own_ratio(name: str) -> bool:
 
 
 def parse_method(
-    text: str, table: Mapping[str, type[Selector]], defaults: Mapping[str, Any]
+    text: str, table: Mapping[str, type[Selector]], ratio: float | None = None
 ) -> Selector:
     """The selector that a text names.
 
     Args:
         table: methods by name.
-        defaults: options for every method that has them and does not set them itself.
+        ratio: the `recompute_ratio` of every method that has one and does not set it itself.
 
     Raises:
         ConfigError: an unknown method or option, or a value that it does not take.
     """
     parts = [part.strip() for part in text.split("+")]
-    members = [_member(part, table, defaults, is_joined=len(parts) > 1) for part in parts]
+    members = [_member(part, table, ratio, is_joined=len(parts) > 1) for part in parts]
     return members[0] if len(members) == 1 else UnionSelector(members=tuple(members))
 
 
@@ -117,7 +117,7 @@ def spelled(method: Selector) -> str:
 def _member(
     text: str,
     table: Mapping[str, type[Selector]],
-    defaults: Mapping[str, Any],
+    ratio: float | None,
     *,
     is_joined: bool,
 ) -> Selector:
@@ -132,10 +132,10 @@ def _member(
     for option in given.keys() - known.keys():
         has = ", ".join(sorted(known)) or "none"
         raise ConfigError(f"{name} has no option {option!r}; it has {has}")
-    wanted = {option: value for option, value in defaults.items() if option in known}
-    if "anchor_tokens" in given and known["recompute_ratio"].default is None:
-        wanted.pop("recompute_ratio", None)  # such a method takes either
-    return cls(**(wanted | given))
+    takes_either = "anchor_tokens" in given and known["recompute_ratio"].default is None
+    if ratio is not None and "recompute_ratio" in known and not takes_either:
+        given.setdefault("recompute_ratio", ratio)
+    return cls(**given)
 
 
 def _unknown(name: str, table: Mapping[str, type[Selector]]) -> ConfigError:
