@@ -20,7 +20,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from cached_rag.errors import ConfigError, MissingPackageError
+from cached_rag.errors import ConfigError, needs_extra
 
 if TYPE_CHECKING:
     import torch
@@ -306,10 +306,8 @@ class Matcher:
             MissingPackageError: llguidance is not installed.
             ConfigError: the grammar cannot be read, or is too large.
         """
-        try:
+        with needs_extra("tools", "answers in a given form"):
             from llguidance import LLMatcher
-        except ImportError as error:
-            raise MissingPackageError("answers in a given form", "tools", error) from error
         self._size = vocab_size
         self._forced: list[int] = []  # found before, and not taken yet
         text = _numbered(grammar.text, tokenizer)
