@@ -213,20 +213,13 @@ class _Discovery:
         read = [(call.name, json.loads(call.arguments)) for call in found if call.is_complete]
         return text.startswith(form.start) and read == list(calls)
 
-    def _two(self, *arguments: Mapping[str, Any]) -> str | None:
-        """A turn of two calls, if there are such."""
-        try:
-            return self._turn(*[(_NAME, given) for given in arguments])
-        except TemplateError:
-            return None
-
     def _of_json(self) -> CallForm:
         given = {_KEYS[0]: _TEXTS[0]}
-        opening, middle, last = _around_json(self._turn((_NAME, given)), given)
-        two = self._two(given, given)
+        call = (_NAME, given)
+        opening, middle, last = _around_json(self._turn(call), given)
         gap = None
-        with suppress(ValueError):
-            gap = None if two is None else _around_json(_around_json(two, given)[2], given)[0]
+        with suppress(TemplateError, ValueError):  # some turns have one call at most
+            gap = _around_json(_around_json(self._turn(call, call), given)[2], given)[0]
         return _assembled(opening, middle, last, gap, JsonArguments())
 
     def _of_names(self) -> CallForm:
@@ -246,10 +239,9 @@ class _Discovery:
             (after, other[5].removesuffix(last)),
             between[len(after) :],
         )
-        two, gap = self._two(texts, texts), None
-        with suppress(ValueError):
-            if two is not None:
-                gap = _split(_split(two, texts)[5], texts)[0][len(after) :]
+        call, gap = (_NAME, texts), None
+        with suppress(TemplateError, ValueError):  # some turns have one call at most
+            gap = _split(_split(self._turn(call, call), texts)[5], texts)[0][len(after) :]
         return _assembled(opening, first.removesuffix(before), last, gap, arguments)
 
 
