@@ -24,7 +24,7 @@ _MARK = re.compile(r"[\[\]{}]|[,:] ?")
 _OPEN, _CLOSE = ("[", "{"), ("]", "}")
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 _ALL_KINDS = frozenset({*_KINDS.values(), "object", "null"})
-_DEEPEST = 64  # references that lead round in a circle
+_MOST_REFERENCES = 64  # that are followed for one value
 _PYTHON_STRING = re.compile(r"(['\"])(?:\\.|(?!\1)[^\\])*\1", re.DOTALL)
 _PYTHON_TEXT = r"'([^'\\\n]|\\.)*'"
 _NAME_RULE = r"NAME: /[^\W\d][\w.-]*/"
@@ -287,23 +287,31 @@ def _kind(value: Any) -> str:
     return "null" if value is None else _KINDS.get(type(value), "object")
 
 
-def _kinds(schema: Any, root: Json, depth: int = 0) -> frozenset[str]:
+def _kinds(schema: Any, root: Json) -> frozenset[str]:
     """The types of values that a schema allows."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+    return _found_kinds(schema, root, set()) or _ALL_KINDS
+
+
+def _found_kinds(schema: Any, root: Json, seen: set[str]) -> frozenset[str]:
+    """As `_kinds`, without what is behind references that were `seen`: so each is read once."""
+    if not isinstance(schema, Mapping) or len(seen) > _MOST_REFERENCES:
         return _ALL_KINDS
     if (values := _values(schema)) is not None:
         return frozenset(map(_kind, values))
     if isinstance(named := schema.get("type"), str | list):
-        kinds = frozenset([named] if isinstance(named, str) else named) & _ALL_KINDS
-        return kinds or _ALL_KINDS
+        names = [named] if isinstance(named, str) else named
+        return frozenset(kind for kind in _ALL_KINDS if kind in names) or _ALL_KINDS
     if isinstance(reference := schema.get("$ref"), str):
+        if reference in seen:
+            return frozenset()
+        seen.add(reference)
         place: Any = root
         for part in reference.removeprefix("#/").split("/"):
             place = place.get(part) if isinstance(place, Mapping) else None
-        return _kinds(place, root, depth + 1)
+        return _found_kinds(place, root, seen)
     for name in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(name), list) and branches:
-            return frozenset().union(*(_kinds(one, root, depth + 1) for one in branches))
+            return frozenset().union(*(_found_kinds(one, root, seen) for one in branches))
     return _ALL_KINDS
 
 
