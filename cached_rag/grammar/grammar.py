@@ -149,12 +149,20 @@ def closed(schema: Json) -> Json:
     as branches beside `properties`, or a reference and more; those parts; and objects that require
     more than is listed.
     """
-    closing, known = _Closing(), -1
-    while known < len(closing.parts):  # a part may refer to others
-        known = len(closing.parts)
-        found: Json = closing.closed(schema, is_part="#" in closing.parts)
-    named = {f"#/{name}/{key}" for name in _DEFINITIONS & schema.keys() for key in schema[name]}
-    return found if closing.parts <= named | {"#"} else schema
+    named = {"#": schema}
+    for name in _DEFINITIONS & schema.keys():
+        if isinstance(schema[name], Mapping):
+            named |= {f"#/{name}/{key}": one for key, one in schema[name].items()}
+    closing, read = _Closing(), set[str]()
+    closing.closed(schema)
+    while new := closing.parts - read:  # a part may refer to others
+        read |= new
+        for part in new & named.keys():
+            closing.closed(named[part], is_part=True)
+    if not closing.parts <= named.keys():
+        return schema
+    found: Json = closing.closed(schema, is_part="#" in closing.parts)
+    return found
 
 
 class _Closing:
