@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cached_rag.errors import ContextOverflowError
 from cached_rag.grammar.grammar import Grammar
-from cached_rag.options import check_types, parted, require
+from cached_rag.options import check_range, check_types, parted, require
 
 if TYPE_CHECKING:
     from cached_rag.methods import Selector
@@ -38,7 +38,6 @@ MOST_PRIMERS = 3
 CODEC_NAMES = ("raw", "int8", "int4")
 # What is learned from prompts; see `StoreConfig`.
 Learns = Literal["off", "recurring"]
-_METHOD_OPTIONS = ("recompute_ratio", "check_layer", "gradual")
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class GenerationConfig:
             method, and is None afterwards.
         recompute_ratio: share of the reused tokens to recompute, 0 to 1; None for the method's
             default.
-        check_layer, gradual: options of CacheBlend; None for its defaults.
         max_tokens: most tokens of the answer.
         temperature: 0, and whatever is less than 0.0001, always takes the likeliest token.
         top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off. The nucleus of a top_p of
@@ -80,8 +78,6 @@ class GenerationConfig:
     method: str | Selector = "auto"
     quality: str | None = None
     recompute_ratio: float | None = None
-    check_layer: int | tuple[int, ...] | None = None
-    gradual: bool | None = None
     max_tokens: int = 256
     temperature: float = 0.0
     top_p: float = 1.0
@@ -102,29 +98,19 @@ class GenerationConfig:
         check_types(self)
         if self.quality is not None:
             self._take_quality(self.quality)
-        require(self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
+        check_range(self, 1, math.inf, "max_tokens")
+        check_range(self, 0, math.inf, "top_k")
+        check_range(self, 0, 1, "top_p", "recompute_ratio")
+        check_range(self, _COLDEST, 1 / _COLDEST, "repetition_penalty")
+        check_range(self, -2, 2, "presence_penalty", "frequency_penalty")
+        check_range(self, 0, _MOST_LOGPROBS, "logprobs")
         hot = self.temperature
         require(0 <= hot < math.inf, f"temperature is 0 or more, and finite, not {hot}")
         if self.temperature < _COLDEST:
             # Some clients send 1e-8 for "none". With that, the likeliest token is as good as
             # certain, and the logits divided by it would overflow.
             object.__setattr__(self, "temperature", 0.0)
-        require(self.seed is None or abs(self.seed) < 1 << 63, f"no 64-bit seed: {self.seed}")
-        require(0 <= self.top_p <= 1, f"top_p must be from 0 to 1, not {self.top_p}")
-        require(self.top_k >= 0, f"top_k cannot be negative: {self.top_k}")
-        ratio = self.recompute_ratio
-        require(ratio is None or 0 <= ratio <= 1, f"recompute_ratio must be 0 to 1, not {ratio}")
-        penalty = self.repetition_penalty
-        is_sane = penalty is None or _COLDEST <= penalty <= 1 / _COLDEST
-        require(
-            is_sane,
-            f"repetition_penalty must be {_COLDEST} to {1 / _COLDEST:.0f}, not {penalty}",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            taken = getattr(self, name)
-            require(-2 <= taken <= 2, f"{name} must be -2 to 2, not {taken}")
-        shown = self.logprobs
-        require(shown is None or 0 <= shown <= _MOST_LOGPROBS, f"logprobs must be 0 to 20: {shown}")
+        check_range(self, -(1 << 63), (1 << 63) - 1, "seed")
         form = self.grammar
         require(form is None or isinstance(form, Grammar), f"this is no Grammar: {form!r}")
         require(
@@ -148,17 +134,13 @@ class GenerationConfig:
         """
         from cached_rag.methods import SELECTORS, Selector, parse_method
 
-        given = {n: getattr(self, n) for n in _METHOD_OPTIONS if getattr(self, n) is not None}
-        if not isinstance(self.method, str):
-            is_method = isinstance(self.method, Selector)
-            require(is_method, f"no method: {self.method!r}; give its name, or make it a Selector")
-            options = ", ".join(given)
-            require(not given, f"{options}: for methods by name; give {self.method} its own")
-            return self.method
-        found = parse_method(self.method, SELECTORS, given)
-        for name in given.keys() - {"recompute_ratio"}:  # a ratio is harmless to any method
-            require(hasattr(found, name), f"{self.method} has no option {name!r}")
-        return found
+        method, ratio = self.method, self.recompute_ratio
+        if isinstance(method, str):
+            return parse_method(method, SELECTORS, ratio)
+        is_method = isinstance(method, Selector)
+        require(is_method, f"no method: {method!r}; give its name, or make it a Selector")
+        require(ratio is None, f"recompute_ratio: for methods by name; give {method} its own")
+        return method
 
     def replace(self, **options: Any) -> GenerationConfig:
         """A copy with some settings changed; a quality takes the place of the method.
@@ -238,11 +220,9 @@ class BatchConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(self.max_rows >= 1, f"max_rows must be at least 1, not {self.max_rows}")
-        require(self.prefill_tokens >= 1, f"prefill_tokens must be at least 1: {self}")
-        for name in ("max_bytes", "max_waiting", "max_wait_seconds"):
-            bound = getattr(self, name)
-            require(bound is None or bound > 0, f"{name} must be positive: {bound}")
+        check_range(self, 1, math.inf, "max_rows", "max_bytes", "max_waiting", "prefill_tokens")
+        wait = self.max_wait_seconds
+        require(wait is None or wait > 0, f"max_wait_seconds must be positive: {wait}")
 
 
 @dataclass(frozen=True)
@@ -351,12 +331,13 @@ class StoreConfig:
         check_types(self)
         codecs = ", ".join(CODEC_NAMES)
         require(self.codec in CODEC_NAMES, f"codec is one of {codecs}, not {self.codec!r}")
-        kept = self.sequence_bytes
-        require(kept is None or kept >= 0, f"sequence_bytes is negative: {kept}")
-        written = self.sequence_disk_bytes
-        require(written is None or written >= 0, f"sequence_disk_bytes is negative: {written}")
+        check_range(self, 1, math.inf, "memory_bytes", "disk_bytes")
+        check_range(self, 0, math.inf, "sequence_bytes", "sequence_disk_bytes", "device_bytes")
+        check_range(self, 0, math.inf, "finish_seconds")
+        check_range(self, 1, MOST_PRIMERS, "primers")
+        check_range(self, 0, 1, "audit_rate")
         require(
-            not written or (self.path is not None and kept != 0),
+            not self.sequence_disk_bytes or (self.path is not None and self.sequence_bytes != 0),
             "sequence_disk_bytes bounds what finished prompts leave on disk: it needs a path, and "
             "sequence_bytes that are not 0",
         )
@@ -379,8 +360,6 @@ class StoreConfig:
         )
         ttl = self.ttl_seconds
         require(ttl is None or ttl > 0, f"ttl_seconds must be positive, not {ttl}")
-        most = MOST_PRIMERS
-        require(1 <= self.primers <= most, f"there are 1 to {most} primers, not {self.primers}")
         require(
             self.learn in ("off", "recurring"), f'learn is "off" or "recurring", not {self.learn!r}'
         )
@@ -389,7 +368,6 @@ class StoreConfig:
             'learn="recurring" has texts encoded in the background, and write_back=False lets '
             "nothing be; leave one of them out",
         )
-        require(0 <= self.audit_rate <= 1, f"audit_rate is a share, not {self.audit_rate}")
         require(self.audit_limit > 0, f"audit_limit must be positive, not {self.audit_limit}")
         require(
             self.write_back or not self.audit_rate,
@@ -400,19 +378,12 @@ class StoreConfig:
             self.namespace.encode()
         except UnicodeEncodeError:
             require(False, f"a namespace is text, not {self.namespace!r}")
-        finish = self.finish_seconds
-        require(finish >= 0, f"finish_seconds cannot be negative: {finish}")
-        require(self.memory_bytes > 0, f"memory_bytes must be positive: {self.memory_bytes}")
-        room = self.device_bytes
-        require(room is None or room >= 0, f"device_bytes is negative: {room}")
         wait, signed = self.remote_timeout, self.signing_key
         require(0 < wait < 3600, f"remote_timeout is no number of seconds to wait: {wait}")
         require(
             signed is None or 16 <= len(signed.encode()) <= 64,
             "signing_key is too short or too long; take 16 to 64 random characters",
         )
-        bound = self.disk_bytes
-        require(bound is None or bound > 0, f"disk_bytes must be positive: {bound}")
 
     @property
     def harvests(self) -> bool:

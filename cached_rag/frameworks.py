@@ -41,7 +41,7 @@ Encode = Literal["eager", "background", "off"]
 _log = logging.getLogger(__name__)
 
 # What only a call can ask for.
-_OF_A_CALL = ("check_layer", "gradual", "ignore_eos", "logprobs", "grammar", "shows_control")
+_OF_A_CALL = ("ignore_eos", "logprobs", "grammar", "shows_control")
 # Options of a call that say how a hosted model is reached: a local one has no use for them.
 _REMOTE_CALL = frozenset({"extra_headers", "extra_query", "timeout"})
 _ANSWERS = settings_of(GenerationConfig)

@@ -126,6 +126,19 @@ def check_types(settings: Any) -> None:
             object.__setattr__(settings, one.name, _plain(given, kind))
 
 
+def check_range(settings: Any, least: float, most: float, *names: str) -> None:
+    """Check that numbers, by their names, are neither too small nor too large; None is neither.
+
+    Raises:
+        ConfigError: one is.
+    """
+    bounds = f"at least {least}" if most == math.inf else f"{least} to {most}"
+    for name in names:
+        given = getattr(settings, name)
+        is_within = given is None or least <= given <= most
+        require(is_within, f"{name} must be {bounds}, not {given}")
+
+
 def require(condition: bool, message: str) -> None:
     """Raise a `ConfigError` where a condition does not hold."""
     if not condition:

@@ -21,7 +21,7 @@ from cached_rag.backends.untrusted import bounded
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.call_form import CallForm, Tool
 from cached_rag.grammar.thought import ThoughtForm
-from cached_rag.grammar.tools import check_text, checked, is_about_tools, mapped, mapped_texts, told
+from cached_rag.grammar.tools import check_text, checked, is_about_tools, mapped_texts, told
 
 # Arguments of `apply_chat_template` that are not the user's to give.
 _OURS = {
@@ -118,7 +118,7 @@ class ChatTemplate:
             return self._marked(text, mark)
 
         check_text([dict(tool) for tool in tools])
-        marked = [mapped(message, change) for message in messages]
+        marked = mapped_texts(messages, change)
         listed = mapped_texts([dict(tool) for tool in tools], change)
         has_tools = bool(tools) or any(map(is_about_tools, messages))
         if has_tools:

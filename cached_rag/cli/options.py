@@ -40,7 +40,7 @@ _ENVIRONMENT = {"remote": "CACHED_RAG_REMOTE", "api_key": "CACHED_RAG_API_KEYS"}
 # others are for programs, which want a form, or study a method.
 _NO_OPTIONS = (
     *("path", "namespace", "signing_key", "model_kwargs"),
-    *("grammar", "shows_control", "check_layer", "gradual", "logprobs", "ignore_eos"),
+    *("grammar", "shows_control", "logprobs", "ignore_eos"),
 )
 Number = TypeVar("Number", int, float)
 

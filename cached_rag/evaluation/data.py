@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 from cached_rag.backends.prompt_text import Message
 from cached_rag.errors import EvaluationError
 from cached_rag.kv.fingerprint import digest
-from cached_rag.options import check_types, require
+from cached_rag.options import check_range, check_types
 
 _BRIEF = "Answer the question with the help of the documents. Answer with a few words only."
 _LONG = "Answer the question with the help of the documents."
@@ -39,9 +40,7 @@ class Questions:
 
     def __post_init__(self) -> None:
         check_types(self)
-        for name in ("limit", "chunks"):
-            count = getattr(self, name)
-            require(count is None or count >= 1, f"{name} is at least 1, not {count}")
+        check_range(self, 1, math.inf, "limit", "chunks")
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,8 @@ def machine(model: Backend | None = None) -> dict[str, object]:
         "transformers": transformers.__version__,
     }
     if model is not None:
-        facts |= {
-            "model": model.name,
-            "dtype": str(model.shapes.dtype),
-            "device": str(model.shapes.device),
-        }
+        shapes = model.shapes
+        facts |= {"model": model.name, "dtype": str(shapes.dtype), "device": str(shapes.device)}
     return facts
 
 
@@ -89,7 +86,7 @@ def examine(engine: Engine) -> dict[str, object]:
     return machine(model) | {
         "context_length": model.context_length,
         "position_rule": str(model.rule),
-        "attention": _attention(model),
+        "attention": "scattered rows" if model.can_watch else "the model's own",
         **model.details,
         "kv_bytes_per_token": model.shapes.bytes_per_token,
         "store": str(disk.path) if disk else "memory only",
@@ -97,10 +94,6 @@ def examine(engine: Engine) -> dict[str, object]:
         "texts": len(engine.library.table),
         **_rates(model),
     }
-
-
-def _attention(model: Backend) -> str:
-    return "scattered rows" if model.can_watch else "the model's own"
 
 
 def _rates(model: Backend) -> dict[str, object]:

@@ -82,9 +82,6 @@ def _name(row: Row) -> Any:
 def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict[str, Row]) -> Row:
     ids = [name for name in found if name in full]
     own, base = [found[i] for i in ids], [full[i] for i in ids]
-    nll, f1 = _difference(own, base, "nll"), _difference(own, base, "f1")
-    f1_kept = _kept(own, base, "f1", 0.5)
-    right, right_kept = _difference(own, base, "right"), _kept(own, base, "right", 1.0)
     # Paired, as prompts of one set may be several times as long as those of another.
     speedups = [
         a.get("full_ttft_ms", b["ttft_ms"]) / a["ttft_ms"]  # full's in the same run
@@ -95,20 +92,12 @@ def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict
         "ratio": ratio,
         "data": data,
         "n": len(ids),
-        **{name: _mean(own, name) for name in ("f1", "em", "rouge_l", "nll")},
-        "nll_diff": nll[0],
-        "nll_diff_ci": nll[1],
-        "f1_diff": f1[0],
-        "f1_diff_ci": f1[1],
-        "f1_kept": f1_kept[0],
-        "f1_kept_ci": f1_kept[1],
-        "full_is_right": f1_kept[2],
-        "right": _mean(own, "right"),
-        "right_diff": right[0],
-        "right_diff_ci": right[1],
-        "right_kept": right_kept[0],
-        "right_kept_ci": right_kept[1],
-        "right_of": right_kept[2],
+        **{name: _mean(own, name) for name in ("f1", "em", "rouge_l", "nll", "right")},
+        **_difference(own, base, "nll"),
+        **_difference(own, base, "f1"),
+        **_difference(own, base, "right"),
+        **_kept(own, base, "f1", 0.5, count="full_is_right"),
+        **_kept(own, base, "right", 1.0, count="right_of"),
         **{n: _mean(own, n) for n in ("kl", "kl_along", "agreement", "charged_recompute")},
         "ttft_ms": round(statistics.median(row["ttft_ms"] for row in own), 2),
         "speedup": round(statistics.median(speedups), 3),
@@ -121,27 +110,24 @@ def _mean(rows: Sequence[Row], name: str) -> float | None:
     return round(statistics.fmean(values), 5) if values else None
 
 
-def _kept(
-    own: Sequence[Row], base: Sequence[Row], name: str, least: float
-) -> tuple[float | None, list[float] | None, int]:
+def _kept(own: Sequence[Row], base: Sequence[Row], name: str, least: float, count: str) -> Row:
     """Share kept of `full`'s score where that is `least` or more, its interval, and how many."""
     pairs = zip(own, base, strict=True)
     found = [(a[name], b[name]) for a, b in pairs if (b.get(name) or 0.0) >= least]
-    if not found:
-        return None, None, 0
-    kept = bootstrap_ratio(found)
-    return round(kept.mean, 5), [round(kept.low, 5), round(kept.high, 5)], len(found)
+    interval = bootstrap_ratio(found) if found else None
+    return {**_shown(f"{name}_kept", interval), count: len(found)}
 
 
-def _difference(
-    own: Sequence[Row], base: Sequence[Row], name: str
-) -> tuple[float | None, list[float] | None]:
+def _difference(own: Sequence[Row], base: Sequence[Row], name: str) -> Row:
     pairs = zip(own, base, strict=True)
     found = [a[name] - b[name] for a, b in pairs if None not in (a.get(name), b.get(name))]
-    if not found:
-        return None, None
-    interval = bootstrap(found)
-    return round(interval.mean, 5), [round(interval.low, 5), round(interval.high, 5)]
+    return _shown(f"{name}_diff", bootstrap(found) if found else None)
+
+
+def _shown(name: str, of: Interval | None) -> Row:
+    if of is None:
+        return {name: None, f"{name}_ci": None}
+    return {name: round(of.mean, 5), f"{name}_ci": [round(of.low, 5), round(of.high, 5)]}
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,11 @@ from cached_rag.grammar.grammar import Json, json_rule, quoted
 Mark = Callable[[str], str]
 _DECODER = json.JSONDecoder()
 _WORD = re.compile(r"[^\s,:=(){}\[\]<>\"']+")
+_MARK = re.compile(r"[\[\]{}]|[,:] ?")
+_OPEN, _CLOSE = ("[", "{"), ("]", "}")
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 _ALL_KINDS = frozenset({*_KINDS.values(), "object", "null"})
-_DEEPEST = 64  # references that lead round in a circle
+_MOST_REFERENCES = 64  # that are followed for one value
 _PYTHON_STRING = re.compile(r"(['\"])(?:\\.|(?!\1)[^\\])*\1", re.DOTALL)
 _PYTHON_TEXT = r"'([^'\\\n]|\\.)*'"
 _NAME_RULE = r"NAME: /[^\W\d][\w.-]*/"
@@ -61,7 +63,7 @@ class JsonArguments:
 
     def written(self, arguments: Mapping[str, Any]) -> str:
         """The arguments in this notation."""
-        return _json(arguments)
+        return as_json(arguments)
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class NamedArguments:
             if found is None:
                 return "{" + ", ".join(parts), None
             name, value, at = found
-            parts.append(f"{_json(name)}: {_json(value)}")
+            parts.append(f"{as_json(name)}: {as_json(value)}")
         return "{" + ", ".join(parts) + "}", at
 
     def _value(self, text: str, at: int, schema: Json) -> tuple[str, Any, int] | None:
@@ -189,7 +191,7 @@ class NamedArguments:
         if self._is_quoted:
             try:
                 read = _literal(text, begin + len(self.middle[1]), self.after[0])
-            except RecursionError:
+            except (ValueError, RecursionError):
                 return None
             return None if read is None else (name, *read)
         begin += len(self.middle[kind])
@@ -223,63 +225,42 @@ class NamedArguments:
         if self._is_quoted and isinstance(value, Mapping):
             members = (f"{key}:{self._literal(part)}" for key, part in value.items())
             return "{" + self.separator.join(members) + "}"
-        return _json(value) + self.after[1]
+        return as_json(value) + self.after[1]
 
 
 def _literal(text: str, at: int, quote: str) -> tuple[Any, int] | None:
-    """A value as programming languages write it, and where it ends; None if it is not whole."""
-    if text.startswith(quote, at) or text.startswith(('"', "'"), at):
-        return _string(text, at, quote)
-    if text.startswith("[", at):
-        items: list[Any] = []
-        at += 1
-        while not text.startswith("]", at):
-            found = _literal(text, at, quote)
-            if found is None:
-                return None
-            items.append(found[0])
-            at = _behind_comma(text, found[1])
-        return items, at + 1
-    if text.startswith("{", at):
-        members: dict[str, Any] = {}
-        at += 1
-        while not text.startswith("}", at):
-            key = _literal(text, at, quote)
-            if key is None or not text.startswith(":", key[1]):
-                return None
-            found = _literal(text, _behind(" ", text, key[1] + 1), quote)
-            if found is None:
-                return None
-            members[str(key[0])] = found[0]
-            at = _behind_comma(text, found[1])
-        return members, at + 1
-    word = _WORD.match(text, at)
-    if word is None or word.end() == len(text):  # more of it may come
-        return None
-    return _parsed(word[0]), word.end()
+    """A value as programming languages write it, and where it ends; None if it is not whole.
+
+    It is read as the JSON that it becomes with its texts, words and names written so.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    ends = re.escape(quote)
+    string = _PYTHON_STRING if len(quote) == 1 else re.compile(f"{ends}.*?{ends}", re.DOTALL)
+    parts: list[str] = []
+    depth = 0
+    while found := string.match(text, at) or _WORD.match(text, at) or _MARK.match(text, at):
+        said, at = found[0], found.end()
+        if found.re is string:
+            said = as_json(_said(said) if len(quote) == 1 else said[len(quote) : -len(quote)])
+        elif found.re is _WORD and at == len(text):  # more of it may come
+            return None
+        elif found.re is _WORD:
+            said = as_json(said if text.startswith(":", at) else _parsed(said))
+        depth += (said in _OPEN) - (said in _CLOSE)
+        parts.append(said)
+        if not depth:
+            return json.loads("".join(parts)), at
+    return None
 
 
-def _string(text: str, at: int, quote: str) -> tuple[str, int] | None:
-    """A text in quotes, and where it ends."""
-    if len(quote) > 1:
-        begin = at + len(quote)
-        end = text.find(quote, begin)
-        return None if end < 0 else (text[begin:end], end + len(quote))
-    whole = _PYTHON_STRING.match(text, at)
-    if whole is None:
-        return None
+def _said(string: str) -> str:
+    """What a text in Python's quotes says."""
     try:
-        return str(ast.literal_eval(whole[0].replace("\n", "\\n"))), whole.end()
+        return str(ast.literal_eval(string.replace("\n", "\\n")))
     except (ValueError, SyntaxError):  # such as an escape that Python does not know
-        return whole[0][1:-1], whole.end()
-
-
-def _behind(what: str, text: str, at: int) -> int:
-    return at + len(what) if text.startswith(what, at) else at
-
-
-def _behind_comma(text: str, at: int) -> int:
-    return _behind(" ", text, _behind(",", text, at))
+        return string[1:-1]
 
 
 def _parsed(said: str) -> Any:
@@ -306,23 +287,31 @@ def _kind(value: Any) -> str:
     return "null" if value is None else _KINDS.get(type(value), "object")
 
 
-def _kinds(schema: Any, root: Json, depth: int = 0) -> frozenset[str]:
+def _kinds(schema: Any, root: Json) -> frozenset[str]:
     """The types of values that a schema allows."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+    return _found_kinds(schema, root, set()) or _ALL_KINDS
+
+
+def _found_kinds(schema: Any, root: Json, seen: set[str]) -> frozenset[str]:
+    """As `_kinds`, without what is behind references that were `seen`: so each is read once."""
+    if not isinstance(schema, Mapping) or len(seen) > _MOST_REFERENCES:
         return _ALL_KINDS
     if (values := _values(schema)) is not None:
         return frozenset(map(_kind, values))
     if isinstance(named := schema.get("type"), str | list):
-        kinds = frozenset([named] if isinstance(named, str) else named) & _ALL_KINDS
-        return kinds or _ALL_KINDS
+        names = [named] if isinstance(named, str) else named
+        return frozenset(kind for kind in _ALL_KINDS if kind in names) or _ALL_KINDS
     if isinstance(reference := schema.get("$ref"), str):
+        if reference in seen:
+            return frozenset()
+        seen.add(reference)
         place: Any = root
         for part in reference.removeprefix("#/").split("/"):
             place = place.get(part) if isinstance(place, Mapping) else None
-        return _kinds(place, root, depth + 1)
+        return _found_kinds(place, root, seen)
     for name in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(name), list) and branches:
-            return frozenset().union(*(_kinds(one, root, depth + 1) for one in branches))
+            return frozenset().union(*(_found_kinds(one, root, seen) for one in branches))
     return _ALL_KINDS
 
 
@@ -334,5 +323,6 @@ def _values(schema: Json) -> list[Any] | None:
     return values if isinstance(values, list) and values else None
 
 
-def _json(value: Any) -> str:
+def as_json(value: Any) -> str:
+    """A value as JSON, as it is told to models: with the letters of all scripts."""
     return json.dumps(value, ensure_ascii=False)

@@ -160,8 +160,7 @@ _HARMONY: dict[str, Any] = {
 }
 
 
-class _UnknownFormError(ValueError):
-    """A template writes calls in no form that is known here."""
+_UNKNOWN = "the template writes calls in no form that is known here"
 
 
 class _Discovery:
@@ -198,7 +197,7 @@ class _Discovery:
         text = self._apply([_USER, turn], [_TOOL], False)
         base = common_begin(self._base, text)
         if not _MARKS.fullmatch(self._base[len(base) :]):  # such as a thought that is left out
-            raise _UnknownFormError
+            raise ValueError(_UNKNOWN)
         text = text[len(base) :].removeprefix(self._lead).lstrip("\n")
         if not _LAST_MARK.search(self._after):
             return text.removesuffix(self._after)
@@ -214,20 +213,13 @@ class _Discovery:
         read = [(call.name, json.loads(call.arguments)) for call in found if call.is_complete]
         return text.startswith(form.start) and read == list(calls)
 
-    def _two(self, *arguments: Mapping[str, Any]) -> str | None:
-        """A turn of two calls, if there are such."""
-        try:
-            return self._turn(*[(_NAME, given) for given in arguments])
-        except TemplateError:
-            return None
-
     def _of_json(self) -> CallForm:
         given = {_KEYS[0]: _TEXTS[0]}
-        opening, middle, last = _around_json(self._turn((_NAME, given)), given)
-        two = self._two(given, given)
+        call = (_NAME, given)
+        opening, middle, last = _around_json(self._turn(call), given)
         gap = None
-        with suppress(_UnknownFormError):
-            gap = None if two is None else _around_json(_around_json(two, given)[2], given)[0]
+        with suppress(TemplateError, ValueError):  # some turns have one call at most
+            gap = _around_json(_around_json(self._turn(call, call), given)[2], given)[0]
         return _assembled(opening, middle, last, gap, JsonArguments())
 
     def _of_names(self) -> CallForm:
@@ -240,17 +232,16 @@ class _Discovery:
         after = common_begin(between, tail)
         last = tail[len(after) :]
         if middle != again or other[2] != other[4] or not other[5].endswith(last) or not last:
-            raise _UnknownFormError
+            raise ValueError(_UNKNOWN)
         arguments = NamedArguments(
             before,
             (middle, other[2]),
             (after, other[5].removesuffix(last)),
             between[len(after) :],
         )
-        two, gap = self._two(texts, texts), None
-        with suppress(_UnknownFormError):
-            if two is not None:
-                gap = _split(_split(two, texts)[5], texts)[0][len(after) :]
+        call, gap = (_NAME, texts), None
+        with suppress(TemplateError, ValueError):  # some turns have one call at most
+            gap = _split(_split(self._turn(call, call), texts)[5], texts)[0][len(after) :]
         return _assembled(opening, first.removesuffix(before), last, gap, arguments)
 
 
@@ -260,10 +251,10 @@ def _split(text: str, arguments: Mapping[str, Any]) -> list[str]:
     for mark in (_NAME, *(str(one) for pair in arguments.items() for one in pair)):
         part, found, text = text.partition(mark)
         if not found:
-            raise _UnknownFormError
+            raise ValueError(_UNKNOWN)
         parts.append(part)
     if _NAME in parts[1]:  # it is written twice
-        raise _UnknownFormError
+        raise ValueError(_UNKNOWN)
     return [*parts, text]
 
 
@@ -272,10 +263,10 @@ def _around_json(text: str, arguments: Mapping[str, Any]) -> tuple[str, str, str
     name, key = text.find(_NAME), text.find(json.dumps(_KEYS[0]))
     begin = text.rfind("{", 0, key)
     if not 0 <= name < begin:
-        raise _UnknownFormError
+        raise ValueError(_UNKNOWN)
     found, end = json.JSONDecoder().raw_decode(text, begin)
     if found != arguments:
-        raise _UnknownFormError
+        raise ValueError(_UNKNOWN)
     return text[:name], text[name + len(_NAME) : begin], text[end:]
 
 

@@ -20,7 +20,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from cached_rag.errors import ConfigError, MissingPackageError
+from cached_rag.errors import ConfigError, needs_extra
 
 if TYPE_CHECKING:
     import torch
@@ -149,12 +149,20 @@ def closed(schema: Json) -> Json:
     as branches beside `properties`, or a reference and more; those parts; and objects that require
     more than is listed.
     """
-    closing, known = _Closing(), -1
-    while known < len(closing.parts):  # a part may refer to others
-        known = len(closing.parts)
-        found: Json = closing.closed(schema, is_part="#" in closing.parts)
-    named = {f"#/{name}/{key}" for name in _DEFINITIONS & schema.keys() for key in schema[name]}
-    return found if closing.parts <= named | {"#"} else schema
+    named = {"#": schema}
+    for name in _DEFINITIONS & schema.keys():
+        if isinstance(schema[name], Mapping):
+            named |= {f"#/{name}/{key}": one for key, one in schema[name].items()}
+    closing, read = _Closing(), set[str]()
+    closing.closed(schema)
+    while new := closing.parts - read:  # a part may refer to others
+        read |= new
+        for part in new & named.keys():
+            closing.closed(named[part], is_part=True)
+    if not closing.parts <= named.keys():
+        return schema
+    found: Json = closing.closed(schema, is_part="#" in closing.parts)
+    return found
 
 
 class _Closing:
@@ -259,11 +267,7 @@ def _is_number(value: Any) -> bool:
 
 def _in_last_digits(number: float) -> int:
     """The number, counted in its last decimal place: 25 for 0.25, 60 for 60."""
-    if isinstance(number, int):
-        return number
-    _, digits, exponent = Decimal(repr(number)).normalize().as_tuple()
-    zeros = "0" * max(0, int(exponent))
-    return int("".join(map(str, digits)) + zeros)
+    return int(f"{Decimal(repr(number)).normalize():f}".replace(".", ""))
 
 
 def _looks_around(pattern: str) -> bool:
@@ -310,10 +314,8 @@ class Matcher:
             MissingPackageError: llguidance is not installed.
             ConfigError: the grammar cannot be read, or is too large.
         """
-        try:
+        with needs_extra("tools", "answers in a given form"):
             from llguidance import LLMatcher
-        except ImportError as error:
-            raise MissingPackageError("answers in a given form", "tools", error) from error
         self._size = vocab_size
         self._forced: list[int] = []  # found before, and not taken yet
         text = _numbered(grammar.text, tokenizer)

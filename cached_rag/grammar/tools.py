@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from cached_rag.errors import ConfigError
-from cached_rag.grammar.arguments import TEXT_RULE, until
+from cached_rag.grammar.arguments import TEXT_RULE, as_json, until
 from cached_rag.grammar.call_form import HERMES, CallForm, Message, Tool, ToolCall
 from cached_rag.grammar.grammar import Grammar, Json, json_rule, overlap, quoted
 from cached_rag.grammar.thought import ThoughtForm
@@ -81,11 +81,6 @@ def is_about_tools(message: Mapping[str, Any]) -> bool:
     return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
-def mapped(message: dict[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """The message with all of its texts changed, whatever else than a content it has."""
-    return {name: mapped_texts(value, change) for name, value in message.items()}
-
-
 def mapped_texts(value: Any, change: Callable[[str], str]) -> Any:
     """A JSON value with all of its texts changed, names among them."""
     if isinstance(value, str):
@@ -122,7 +117,7 @@ def told(
     if form.lists or not tools:
         return found, tools
     text = _INSTRUCTIONS.format(
-        tools="\n".join(_json(tool.get("function", tool)) for tool in tools),
+        tools="\n".join(as_json(tool.get("function", tool)) for tool in tools),
         how="with a JSON object in <tool_call></tool_call>" if form is HERMES else "in this form",
         call=f"{form.start}<function name>{form.middle}<JSON object>{form.end}{form.close}",
     )
@@ -143,10 +138,6 @@ def _told(message: Message, form: CallForm) -> Message:
         content = "\n".join(filter(None, [message["content"], text]))
         return {"role": message["role"], "content": content}
     return message
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def tool_grammar(

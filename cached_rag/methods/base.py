@@ -17,7 +17,7 @@ from typing import ClassVar
 
 import torch
 
-from cached_rag.errors import ConfigError
+from cached_rag.options import check_range, check_types
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,16 @@ class Selector(ABC):
     transfers_drift: bool = False
     follow_tokens: int = 0
 
+    def __post_init__(self) -> None:
+        """Check the types of a dataclass's options, and the `recompute_ratio` if it has one.
+
+        Raises:
+            ConfigError: one makes no sense.
+        """
+        check_types(self)
+        if hasattr(self, "recompute_ratio"):
+            check_range(self, 0, 1, "recompute_ratio")
+
     @abstractmethod
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """(seq_len,) bool: rows computed in layer 0; must contain `layout.fresh`."""
@@ -132,10 +142,6 @@ class QuestionSelector(Selector):
     """
 
     recompute_ratio: float = 0.15
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.recompute_ratio <= 1.0:
-            raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {self.recompute_ratio}")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows, and with r = 1 all reused ones; otherwise `choose` adds to them."""

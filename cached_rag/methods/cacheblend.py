@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from cached_rag.errors import ConfigError
 from cached_rag.methods.base import LayerCheck, Layout, Selector
+from cached_rag.options import require
 
 # Schedules start at 1.5 r. The gradual one falls to 0.5 r at the last layer: r on average.
 _SPAN = 0.5
@@ -51,25 +51,22 @@ class CacheBlend(Selector):
     score: str = "values"
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.recompute_ratio <= 1.0:
-            raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {self.recompute_ratio}")
-        if self.score not in _SCORES:
-            raise ConfigError(f"score is one of {', '.join(_SCORES)}, not {self.score!r}")
-        if not isinstance(self.gradual, bool):
-            raise ConfigError(f"gradual is true or false, not {self.gradual!r}")
-        layers = self.check_layer
-        layers = (layers,) if isinstance(layers, int) else tuple(layers)
-        if not layers or min(layers) < 1 or list(layers) != sorted(set(layers)):
-            raise ConfigError(
-                "check_layer is one layer or several, ascending, and >= 1: in the first layer keys "
-                "and values depend on no other token"
-            )
+        super().__post_init__()
+        known = ", ".join(_SCORES)
+        require(self.score in _SCORES, f"score is one of {known}, not {self.score!r}")
         if isinstance(self.check_layer, list):  # as it comes from text
-            object.__setattr__(self, "check_layer", layers)
+            object.__setattr__(self, "check_layer", tuple(self.check_layer))
+        layers = self._layers
+        are_layers = bool(layers) and all(type(one) is int and one >= 1 for one in layers)
+        require(
+            are_layers and list(layers) == sorted(set(layers)),
+            "check_layer is one layer or several, ascending, and >= 1: in the first layer keys "
+            "and values depend on no other token",
+        )
 
     @property
     def _layers(self) -> tuple[int, ...]:
-        return (self.check_layer,) if isinstance(self.check_layer, int) else self.check_layer
+        return self.check_layer if isinstance(self.check_layer, tuple) else (self.check_layer,)
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """Every row that is not exact."""
@@ -83,11 +80,12 @@ class CacheBlend(Selector):
         if self.gradual:
             places = [*range(places[0], layout.num_layers)]
         found = tuple(layer for layer in places if layer < layout.num_layers)
-        if not found:
-            raise ConfigError(
-                f"check_layer {self.check_layer}: from the first layer that attends there are "
-                f"{layout.num_layers - layout.first_attending} layers"
-            )
+        attending = layout.num_layers - layout.first_attending
+        require(
+            bool(found),
+            f"check_layer {self.check_layer}: from the first layer that attends there are "
+            f"{attending} layers",
+        )
         return found
 
     def narrow(self, check: LayerCheck, layout: Layout) -> torch.Tensor:

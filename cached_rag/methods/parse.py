@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ import torch
 
 from cached_rag.errors import ConfigError
 from cached_rag.methods.base import Layout, QuestionSelector, Selector
+from cached_rag.options import require
 
 
 @dataclass(frozen=True)
@@ -37,21 +38,21 @@ class UnionSelector(QuestionSelector):
     def __post_init__(self) -> None:
         transfers = any(m.transfers_drift for m in self.members)
         object.__setattr__(self, "transfers_drift", transfers)
-        if self.recompute_ratio:
-            raise ConfigError(
-                "methods that are joined have ratios of their own, as in "
-                "epic+prophetkv:recompute_ratio=0.05, and none for all of them"
-            )
+        require(
+            not self.recompute_ratio,
+            "methods that are joined have ratios of their own, as in "
+            "epic+prophetkv:recompute_ratio=0.05, and none for all of them",
+        )
         asking = [m for m in self.members if isinstance(m, QuestionSelector)]
-        if len(asking) > 1 or any(m.narrows for m in self.members):
-            raise ConfigError(
-                "only methods that choose their rows before the first layer can be joined, and at "
-                "most one that asks the question (a3, infoflow, prophetkv)"
-            )
-        if any(m.composes for m in self.members):
-            raise ConfigError("compose chooses nothing that could be joined with another method")
-        if any(m.follow_tokens for m in self.members):
-            raise ConfigError("a method that is joined with others has no follow_tokens")
+        require(
+            len(asking) <= 1 and not any(m.narrows for m in self.members),
+            "only methods that choose their rows before the first layer can be joined, and at "
+            "most one that asks the question (a3, infoflow, prophetkv)",
+        )
+        composes = any(m.composes for m in self.members)
+        require(not composes, "compose chooses nothing that could be joined with another method")
+        follows = any(m.follow_tokens for m in self.members)
+        require(not follows, "a method that is joined with others has no follow_tokens")
 
     @property
     def _asking(self) -> QuestionSelector | None:
@@ -87,19 +88,19 @@ def has_own_ratio(name: str) -> bool:
 
 
 def parse_method(
-    text: str, table: Mapping[str, type[Selector]], defaults: Mapping[str, Any]
+    text: str, table: Mapping[str, type[Selector]], ratio: float | None = None
 ) -> Selector:
     """The selector that a text names.
 
     Args:
         table: methods by name.
-        defaults: options for every method that has them and does not set them itself.
+        ratio: the `recompute_ratio` of every method that has one and does not set it itself.
 
     Raises:
         ConfigError: an unknown method or option, or a value that it does not take.
     """
     parts = [part.strip() for part in text.split("+")]
-    members = [_member(part, table, defaults, is_joined=len(parts) > 1) for part in parts]
+    members = [_member(part, table, ratio, is_joined=len(parts) > 1) for part in parts]
     return members[0] if len(members) == 1 else UnionSelector(members=tuple(members))
 
 
@@ -116,7 +117,7 @@ def spelled(method: Selector) -> str:
 def _member(
     text: str,
     table: Mapping[str, type[Selector]],
-    defaults: Mapping[str, Any],
+    ratio: float | None,
     *,
     is_joined: bool,
 ) -> Selector:
@@ -131,47 +132,10 @@ def _member(
     for option in given.keys() - known.keys():
         has = ", ".join(sorted(known)) or "none"
         raise ConfigError(f"{name} has no option {option!r}; it has {has}")
-    for option, value in given.items():
-        _check_kind(option, value, str(known[option].type))
-    wanted = {option: value for option, value in defaults.items() if option in known}
-    if "anchor_tokens" in given and known["recompute_ratio"].default is None:
-        wanted.pop("recompute_ratio", None)  # such a method takes either
-    try:
-        return cls(**(wanted | given))
-    except TypeError as error:
-        raise ConfigError(f"{text!r}: {error}") from error
-
-
-def _check_kind(option: str, value: Any, kind: str) -> None:
-    fits, wanted = _KINDS.get(kind, (_is_anything, ""))
-    if not fits(value):
-        raise ConfigError(f"{option} is {wanted}, not {value!r}")
-
-
-def _is_anything(_: Any) -> bool:
-    return True
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and abs(value) < 1 << 63
-
-
-def _is_number(value: Any) -> bool:
-    return _is_count(value) or isinstance(value, float)
-
-
-def _are_counts(value: Any) -> bool:
-    return all(map(_is_count, value if isinstance(value, list) else [value]))
-
-
-# By a field's annotation; strings say themselves which they may be.
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (_is_count, "a whole number of 64 bits"),
-    "int | tuple[int, ...]": (_are_counts, "a whole number, or several"),
-    "float": (_is_number, "a number"),
-    "float | None": (_is_number, "a number"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-}
+    takes_either = "anchor_tokens" in given and known["recompute_ratio"].default is None
+    if ratio is not None and "recompute_ratio" in known and not takes_either:
+        given.setdefault("recompute_ratio", ratio)
+    return cls(**given)
 
 
 def _unknown(name: str, table: Mapping[str, type[Selector]]) -> ConfigError:

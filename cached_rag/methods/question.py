@@ -6,14 +6,15 @@ attends to, and in what is recomputed besides. `auto`, the default, is one of th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from cached_rag.errors import ConfigError
 from cached_rag.methods.base import Layout, QuestionSelector, Selector, top_rows
 from cached_rag.methods.reuse import Epic
+from cached_rag.options import check_range, require
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class InfoFlow(QuestionSelector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.depth < 1.0:
-            raise ConfigError(f"depth is a share of the layers, 0 to below 1, not {self.depth}")
+        depth = self.depth
+        require(0 <= depth < 1, f"depth is a share of the layers, 0 to below 1, not {depth}")
 
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """The late ones."""
@@ -153,12 +154,9 @@ class AnchorFlow(InfoFlow):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.anchor_tokens < 0:
-            raise ConfigError(f"anchor_tokens cannot be negative: {self.anchor_tokens}")
-        if not 0 <= self.follow_tokens <= 64:
-            raise ConfigError(f"follow_tokens is a number from 0 to 64, not {self.follow_tokens}")
-        if not 0.0 <= self.follow_ratio <= 1.0:
-            raise ConfigError(f"follow_ratio is a share, 0 to 1, not {self.follow_ratio}")
+        check_range(self, 0, math.inf, "anchor_tokens")
+        check_range(self, 0, 64, "follow_tokens")
+        check_range(self, 0, 1, "follow_ratio")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the anchors; with r = 1 all reused ones."""
@@ -253,10 +251,8 @@ class Lexical(Selector):
     reach: int = 16
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.recompute_ratio <= 1.0:
-            raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {self.recompute_ratio}")
-        if not 0 <= self.reach <= 1024:
-            raise ConfigError(f"reach is a number from 0 to 1024, not {self.reach}")
+        super().__post_init__()
+        check_range(self, 0, 1024, "reach")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows, and the reused ones nearest to the question's words."""

@@ -4,13 +4,14 @@ states; each chunk's first tokens; and a choice by chance, with which the others
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from cached_rag.errors import ConfigError
 from cached_rag.methods.base import Layout, Selector, Takes, top_rows
+from cached_rag.options import check_range
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,8 @@ class Random(Selector):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.recompute_ratio <= 1.0:
-            raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {self.recompute_ratio}")
+        super().__post_init__()
+        check_range(self, -(1 << 63), (1 << 63) - 1, "seed")  # as PyTorch has it
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the drawn ones."""
@@ -141,11 +142,8 @@ class Epic(Selector):
     recompute_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        ratio = self.recompute_ratio
-        if ratio is not None and not 0.0 <= ratio <= 1.0:
-            raise ConfigError(f"recompute_ratio is a share, 0 to 1, not {ratio}")
-        if self.anchor_tokens < 0:
-            raise ConfigError(f"anchor_tokens cannot be negative: {self.anchor_tokens}")
+        super().__post_init__()
+        check_range(self, 0, math.inf, "anchor_tokens")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the anchors."""

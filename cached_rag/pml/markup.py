@@ -89,6 +89,7 @@ class _Builder:
     def __init__(self, file: str | None) -> None:
         self._file = file
         self._open = [Element("", {}, Where())]
+        self._said: Chars | None = None  # the text that is being read, and the pieces of it
         self._pieces: list[str] = []
         self._is_code = False
         # The source is a string encoded here, so its XML declaration of an encoding does not count.
@@ -115,9 +116,7 @@ class _Builder:
         raise PMLError("document types and entities are not allowed", self._where(), self._file)
 
     def _begin(self, tag: str, attributes: dict[str, str]) -> None:
-        if (
-            len(self._open) > _DEPTH
-        ):  # hostile: it would exhaust the stack of code that walks the tree
+        if len(self._open) > _DEPTH:  # hostile: it would exhaust the stack of who walks the tree
             raise PMLError(f"tags nested deeper than {_DEPTH}", self._where(), self._file)
         self._end_chars()
         element = Element(tag, attributes, self._where())
@@ -129,22 +128,16 @@ class _Builder:
         self._open.pop()
 
     def _chars(self, text: str) -> None:
-        if not self._pieces:
-            self._open[-1].content.append(Chars("", self._where()))
+        if self._said is None:
+            self._said = Chars("", self._where(), self._is_code)
+            self._open[-1].content.append(self._said)
         self._pieces.append(text)
-        if self._is_code:
-            self._last_chars().is_code = True
 
     def _end_chars(self) -> None:
         """Join the pieces only here: the parser may give one per line."""
-        if self._pieces:
-            self._last_chars().text = "".join(self._pieces)
-            self._pieces = []
-
-    def _last_chars(self) -> Chars:
-        last = self._open[-1].content[-1]
-        assert isinstance(last, Chars)
-        return last
+        if self._said is not None:
+            self._said.text = "".join(self._pieces)
+        self._said, self._pieces = None, []
 
     def _set_code(self, is_code: bool) -> None:
         self._end_chars()  # what stands beside CDATA loses its indentation, as other text does

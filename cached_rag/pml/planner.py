@@ -54,7 +54,7 @@ class SchemaPlanner:
 
     def missing(self) -> list[Unit]:
         """The units of which some run has no KV."""
-        return self.encoder.missing(self.units)
+        return [unit for unit in self.units if not self.encoder.holds(unit)]
 
     def encode(self, progress: Callable[[str], object]) -> EncodeSummary:
         """See `Schema.encode`."""

@@ -147,27 +147,21 @@ def _compiled(
     function: Callable[..., Any], tree: ast.FunctionDef, file: str
 ) -> Callable[..., Iterator[Event]]:
     """A generator of events with the function's parameters, from its rewritten syntax tree."""
-    tree.body.append(
-        ast.Expr(ast.Yield(ast.Dict([], [])))
-    )  # makes it a generator, even without text
-    tree.decorator_list, tree.returns = [], None
-    spec = tree.args
-    for arg in (*spec.posonlyargs, *spec.args, *spec.kwonlyargs, spec.vararg, spec.kwarg):
-        if arg is not None:
-            arg.annotation = None
-    # `events` binds the original's defaults; these constants only keep the signature.
-    spec.defaults = [ast.Constant(None) for _ in spec.defaults]
-    spec.kw_defaults = [d and ast.Constant(None) for d in spec.kw_defaults]
+    tree.body.append(_say(ast.Dict([], [])))  # makes it a generator, even without text
+    tree.decorator_list = []
+    # Defaults are the original's, set at each call.
+    tree.args.defaults, tree.args.kw_defaults = [], [None for _ in tree.args.kwonlyargs]
+    # Annotations are not evaluated, as `compile` takes that over from this file.
     code = compile(ast.fix_missing_locations(ast.Module([tree], [])), file, "exec")
-    signature = inspect.signature(function)
 
     def events(*args: Any, **kwargs: Any) -> Iterator[Event]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
         # Globals are looked up at the call, as in any function: they may be defined below it.
         scope = _scope(function)
         exec(code, scope)  # the user's own code, rewritten
-        found: Iterator[Event] = scope[tree.name](*bound.args, **bound.kwargs)
+        rewritten = scope[tree.name]
+        rewritten.__defaults__ = function.__defaults__
+        rewritten.__kwdefaults__ = function.__kwdefaults__
+        found: Iterator[Event] = rewritten(*args, **kwargs)
         return found
 
     return events

@@ -157,10 +157,7 @@ class _Choice:
         module = known[part.name]
         if module.path in self.imports:
             raise self._fail(f"{part.name!r} is imported twice", part.where)
-        own = nodes.params(module.children)
-        for name in part.arguments.keys() - own.keys():
-            hint = nearest(name, own)
-            raise self._fail(f"{part.name!r} has no parameter {name!r}{hint}", part.where)
+        self.check_arguments(part, module.children, repr(part.name))
         self.imports[module.path] = part
         if module.union is not None:
             first = self.of_unions.setdefault(module.union, module.name)
@@ -171,6 +168,13 @@ class _Choice:
                     part.where,
                 )
         return module
+
+    def check_arguments(self, part: Import, children: tuple[nodes.Node, ...], named: str) -> None:
+        """Refuse arguments for which there is no parameter among the children."""
+        own = nodes.params(children)
+        for name in part.arguments.keys() - own.keys():
+            hint = nearest(name, own)
+            raise self._fail(f"{named} has no parameter {name!r}{hint}", part.where)
 
     def _fail(self, what: str, where: Where) -> PMLError:
         return PMLError(what, where, self.file)
@@ -198,10 +202,7 @@ def select(
     """
     root = Import(schema.name, **arguments).at(where or Where())
     choice = _Choice(file, imports={(): root})
-    own = nodes.params(schema.children)
-    for name in arguments.keys() - own.keys():
-        hint = nearest(name, own)
-        raise PMLError(f"the schema itself has no parameter {name!r}{hint}", root.where, file)
+    choice.check_arguments(root, schema.children, "the schema itself")
     choice.read(parts, schema.children, ())
     if choice.said and not schema.has_messages:
         raise PMLError(

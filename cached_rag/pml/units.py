@@ -281,12 +281,10 @@ class RunEncoder:
     library: Library
     recipes: Recipes
 
-    def missing(self, units: Iterable[Unit]) -> list[Unit]:
-        """The units of which some run has no KV."""
-        return [unit for unit in units if not all(map(self._holds, self.recipes.of[unit].values()))]
-
-    def _holds(self, recipe: Recipe) -> bool:
-        return self.library.shelf.holds(*recipe.source)
+    def holds(self, unit: Unit) -> bool:
+        """Whether all runs of a unit have KV."""
+        recipes = self.recipes.of[unit].values()
+        return all(self.library.shelf.holds(*recipe.source) for recipe in recipes)
 
     def encode(
         self, units: Iterable[Unit], *, at_hand: bool = False, done: Encoded | None = None

@@ -20,7 +20,7 @@ from cached_rag.backends.machine import peak_bytes
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
-from cached_rag.evaluation.answers import make_questions
+from docs.experiments.answers import make_questions
 from docs.experiments.peers import OTHERS, Means, Question, open_peers
 
 _MIB = 1 << 20

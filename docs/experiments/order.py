@@ -24,11 +24,11 @@ from cached_rag.backends.base import Backend
 from cached_rag.config import GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
-from cached_rag.evaluation.answers import Question
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.measure import f1, right
 from cached_rag.rag.answer import Prompts, Turn
 from cached_rag.rag.chunks import Embedder
+from docs.experiments.answers import Question
 from docs.experiments.peers.llama_cpp import gguf_file
 from docs.experiments.peers.llama_server import LlamaServer
 

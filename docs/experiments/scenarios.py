@@ -1,7 +1,7 @@
 """What people ask of RAG, as prompts that every peer is given: streams, cold, one document, a chat.
 
 They are made of question sets. The same ids go to all; which peer knows what of a prompt before it
-comes is the difference between the scenarios. Knows peers as `cached_rag/evaluation/answers.py` has
+comes is the difference between the scenarios. Knows peers as `docs/experiments/answers.py` has
 them.
 """
 
@@ -20,9 +20,9 @@ from cached_rag.backends.prompt_text import Rendered
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
-from cached_rag.evaluation.answers import Peer, Question, Sample, agreement
 from cached_rag.evaluation.timing import take_turns
 from cached_rag.rag.answer import Prompts, Turn
+from docs.experiments.answers import Peer, Question, Sample, agreement
 
 _SYSTEM = "Answer the question with the help of the documents. Answer with a few words only."
 # Cold comes first: what it asks about must be new to all.

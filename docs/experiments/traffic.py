@@ -21,9 +21,9 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
 from cached_rag.errors import ConfigError
-from cached_rag.evaluation.answers import Question, Sample, Stopwatch
 from cached_rag.evaluation.timing import check_prompts_are_new
 from cached_rag.rag.answer import Prompts
+from docs.experiments.answers import Question, Sample, Stopwatch
 from docs.experiments.peers.vllm import Vllm
 from docs.experiments.serving import arriving
 

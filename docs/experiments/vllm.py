@@ -16,7 +16,7 @@ from typing import Any
 from vllm_cached_rag.node import Handed, PrefillNode
 
 from cached_rag import CachedRAGError, Engine
-from cached_rag.evaluation.answers import Question, Sample, bench_answers, make_questions
+from docs.experiments.answers import Question, Sample, bench_answers, make_questions
 from docs.experiments.peers.vllm import Vllm
 
 

@@ -137,7 +137,7 @@ def test_each_answer_of_a_batch_is_audited(audited):
 
 
 def test_settings():
-    with pytest.raises(ConfigError, match="share"):
+    with pytest.raises(ConfigError, match="audit_rate must be 0 to 1"):
         StoreConfig(audit_rate=2)
     with pytest.raises(ConfigError, match="positive"):
         StoreConfig(audit_limit=0)

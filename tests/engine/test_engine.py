@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused(engine):
     [
         {"method": "magic"},
         {"recompute_ratio": 1.5},
-        {"check_layer": 0},
+        {"method": "cacheblend:check_layer=0"},
         {"max_tokens": 0},
         {"temperature": -1},
         {"top_p": -0.1},

@@ -27,9 +27,9 @@ from cached_rag.backends import resolve
 from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.errors import ContextOverflowError, ModelError, ModelNotFoundError
-from cached_rag.evaluation.answers import Own, Transformers, bench_answers, make_questions
 from docs.experiments import __main__ as cli
 from docs.experiments import memory
+from docs.experiments.answers import Own, Transformers, bench_answers, make_questions
 from docs.experiments.peers import Means, Question, Sample, open_peers, vllm
 from docs.experiments.peers.llama_cpp import LlamaCpp, gguf_file
 from docs.experiments.peers.llama_server import LlamaServer

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from cached_rag import ConfigError, Engine
 from cached_rag.backends.prompt_text import Rendered
-from cached_rag.evaluation.answers import Peer, Transformers
 from docs.experiments.__main__ import app
+from docs.experiments.answers import Peer, Transformers
 from docs.experiments.peers import EVERYBODY, Means, Question, Sample, open_peers
 from docs.experiments.peers.kvboost import KVBoost
 from docs.experiments.peers.own import OwnEngine, TransformersPrefix

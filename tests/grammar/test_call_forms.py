@@ -290,6 +290,27 @@ def test_an_answer_may_think_between_marks_and_then_call(name):
     assert [call.name for call in calls] == ["weather"]
 
 
+TWICE = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}
+
+
+@pytest.mark.parametrize(
+    ("part", "definition", "may_be_text"),
+    [
+        (TWICE, TWICE, True),  # round in a circle, and twice as many ways each time
+        (TWICE, {"type": "integer"}, False),
+        (TWICE, {"anyOf": [{"type": "integer"}, TWICE]}, False),
+        ({"anyOf": [{"type": "integer"}, TWICE]}, {"type": ["string", "null"]}, True),
+        ({"type": [{}]}, {}, True),
+    ],
+)
+def test_each_reference_is_read_once(part, definition, may_be_text):
+    parameters = {"type": "object", "properties": {"x": part}, "$defs": {"a": definition}}
+    tool = {"type": "function", "function": {"name": "t", "parameters": parameters}}
+    found = Tools(tokenization("qwen"), [tool], "required").grammar
+    (rule,) = (line for line in found.text.splitlines() if line.startswith("arguments0_0:"))
+    assert ("arguments0_0_text" in rule) is may_be_text
+
+
 def test_what_is_said_in_channels_is_told_apart():
     text = tokenization("harmony")
     tools = Tools(text, TOOLS)

@@ -155,12 +155,12 @@ def test_gradual_filtering_only_ever_drops_rows_and_is_charged_for_what_it_sees(
 
 def test_options_are_understood_as_text():
     text = "cacheblend:score=kv,gradual=true"
-    assert parse_method(text, SELECTORS, {}) == CacheBlend(score="kv", gradual=True)
+    assert parse_method(text, SELECTORS) == CacheBlend(score="kv", gradual=True)
     # As `cached-rag eval --methods` has them; full prefill is what they are compared with.
     trials = make_trials(names(f"{text},prefix"), [0.15])
     assert [(trial.method, trial.ratio) for trial in trials][1:] == [(text, 0.15), ("prefix", 1.0)]
     encoded = f"{text}@primer:3"
     assert names(f"auto@primer:2,{encoded},prefix") == ["auto@primer:2", encoded, "prefix"]
     for wrong in ("cacheblend:score=both", "cacheblend:gradual=perhaps"):
-        with pytest.raises(ConfigError, match=r"values, keys, kv|true or false"):
-            parse_method(wrong, SELECTORS, {})
+        with pytest.raises(ConfigError, match=r"values, keys, kv|True or False"):
+            parse_method(wrong, SELECTORS)

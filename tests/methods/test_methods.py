@@ -67,7 +67,7 @@ def test_r_1_equals_full_prefill_and_r_0_is_reuse(name):
     def logits(selector):
         return model.repair(copy(buffer), tokens, layout, selector).logits[0]
 
-    whole, nothing = (parse_method(name, SELECTORS, {"recompute_ratio": r}) for r in (1.0, 0.0))
+    whole, nothing = (parse_method(name, SELECTORS, r) for r in (1.0, 0.0))
     assert torch.allclose(logits(whole), plain, atol=TOLERANCE)
     assert not torch.allclose(logits(nothing), plain, atol=1e-2)
     if name in ("anchorflow", "auto", "fast"):
@@ -110,7 +110,7 @@ def test_the_question_pass_is_charged():
     chosen = int(0.2 * int(layout.reused.sum()))
     done = model.repair(copy(buffer), tokens, layout, ProphetKV(0.2))
     assert done.computed == (live + live + chosen) * layers
-    first_only = parse_method("a3", SELECTORS, {"recompute_ratio": 0.2})
+    first_only = parse_method("a3", SELECTORS, 0.2)
     done = model.repair(copy(buffer), tokens, layout, first_only)
     assert done.computed == live + (live + chosen) * layers
 
@@ -164,7 +164,7 @@ def test_models_that_cannot_be_watched_are_refused_by_name():
 @pytest.mark.parametrize("name", sorted(SELECTORS))
 def test_live_rows_are_always_computed_and_exact_ones_never(name):
     layout = small_layout()
-    rows = parse_method(name, SELECTORS, {"recompute_ratio": 0.3}).first_rows(layout)
+    rows = parse_method(name, SELECTORS, 0.3).first_rows(layout)
     assert bool((rows | ~layout.fresh).all())
     assert not bool((rows & layout.exact).any())
 
@@ -224,7 +224,7 @@ def test_fast_chooses_a_tenth_of_what_auto_does():
 
 def test_a_union_takes_what_any_member_takes():
     layout = small_layout()
-    union = parse_method("epic:anchor_tokens=1+prophetkv:recompute_ratio=0.04", SELECTORS, {})
+    union = parse_method("epic:anchor_tokens=1+prophetkv:recompute_ratio=0.04", SELECTORS)
     scores = torch.zeros(4, 40)
     scores[:, 22] = 1.0
     assert union.observed_layers(layout) == (0, 1, 2, 3)
@@ -306,7 +306,7 @@ def test_anchorflow_takes_anchors_and_of_the_rest_what_the_question_wants():
 @pytest.mark.parametrize("text", ["cacheblend+epic", "prophetkv+infoflow"])
 def test_what_cannot_be_joined_is_refused(text):
     with pytest.raises(ConfigError, match="joined"):
-        parse_method(text, SELECTORS, {})
+        parse_method(text, SELECTORS)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,9 @@ def test_lexical_chooses_what_stands_around_the_questions_rare_words():
     assert not (Lexical(1.0).first_rows(exact) & ~fresh).any()
 
 
-@pytest.mark.parametrize(("options", "says"), [((1.5,), "is a share"), ((0.1, -1), "reach is")])
+@pytest.mark.parametrize(
+    ("options", "says"), [((1.5,), "must be 0 to 1"), ((0.1, -1), "reach must be")]
+)
 def test_lexical_refuses_what_makes_no_sense(options, says):
     with pytest.raises(ConfigError, match=says):
         Lexical(*options)

@@ -12,7 +12,7 @@ from cached_rag.cli.bench import CORPUS
 from cached_rag.cli.options import Loading, Model, names
 from cached_rag.cli.terminal import Json, err
 from cached_rag.config import DEFAULT_MODEL
-from cached_rag.evaluation.answers import joined
+from docs.experiments.answers import joined
 from docs.experiments.commands import Loaded, Methods, NewTokens, Repeats, counts, print_rows
 
 _ROOM = 128  # a prompt is some tokens longer than asked for if its chunks do not fit exactly
@@ -80,8 +80,8 @@ def answers(
 ) -> None:
     """Whole answers over retrieved chunks, beside what people run today (docs/speed.md)."""
     from cached_rag import Engine, StoreConfig
-    from cached_rag.evaluation.answers import bench_answers, make_questions
     from cached_rag.evaluation.machine import machine
+    from docs.experiments.answers import bench_answers, make_questions
     from docs.experiments.peers import Means, open_peers
 
     lengths = counts(prompt_tokens, "prompt tokens")

@@ -11,7 +11,7 @@ import typer
 
 from cached_rag import Engine, StoreConfig
 from cached_rag.cli.bench import CORPUS
-from cached_rag.evaluation.answers import joined
+from docs.experiments.answers import joined
 
 Model = Annotated[str, typer.Option(help="Folder or hub id, the one that vLLM is given.")]
 Dtype = Annotated[str | None, typer.Option(help="The dtype that vLLM is given.")]

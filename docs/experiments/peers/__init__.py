@@ -12,7 +12,7 @@ import torch
 from cached_rag.config import StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import CachedRAGError, ConfigError
-from cached_rag.evaluation.answers import Peer, Question, Sample, Transformers
+from docs.experiments.answers import Peer, Question, Sample, Transformers
 from docs.experiments.peers.kvboost import KVBoost
 from docs.experiments.peers.llama_cpp import LlamaCpp, gguf_file
 from docs.experiments.peers.llama_server import LlamaServer

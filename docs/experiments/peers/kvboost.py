@@ -14,7 +14,7 @@ from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError, ModelError
-from cached_rag.evaluation.answers import Peer, Question, Sample, Stopwatch, load_again
+from docs.experiments.answers import Peer, Question, Sample, Stopwatch, load_again
 
 _CACHE_BYTES = 4 << 30
 _CHUNKS = 4096  # its default of 128 pieces of 128 tokens would evict what it was told of

@@ -14,7 +14,7 @@ from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.loading import gguf_source, whole_file
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.errors import ConfigError, ContextOverflowError, ModelError
-from cached_rag.evaluation.answers import Peer, Question, Sample, Stopwatch
+from docs.experiments.answers import Peer, Question, Sample, Stopwatch
 
 
 class LlamaCpp(Peer):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 from cached_rag import Engine
-from cached_rag.evaluation.answers import load_again
+from docs.experiments.answers import load_again
 from docs.experiments.peers.text import TextPeer
 
 

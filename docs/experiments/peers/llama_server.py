@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cached_rag.backends.llama_cpp import api
 from cached_rag.errors import ConfigError, MissingPackageError, ModelError
-from cached_rag.evaluation.answers import Peer, Question, Sample, Stopwatch
+from docs.experiments.answers import Peer, Question, Sample, Stopwatch
 from docs.experiments.peers.http import address_of, asked, events
 
 # Fewest tokens in a row that the server moves to another place: its documentation's example.

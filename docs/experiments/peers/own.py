@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.transformers.decoder import CACHE
 from cached_rag.engine.engine import Engine
-from cached_rag.evaluation.answers import Own, Question, Sample, Transformers
+from docs.experiments.answers import Own, Question, Sample, Transformers
 
 
 class OwnEngine(Own):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from transformers import PreTrainedTokenizerBase
 
 from cached_rag.errors import ModelError
-from cached_rag.evaluation.answers import Peer, Question, Sample, Stopwatch
+from docs.experiments.answers import Peer, Question, Sample, Stopwatch
 
 # Its threads are new for each answer, and the last one's helpers end when they have been idle for
 # a second; until then they take turns with the next peer's (`backends/thread.py`).

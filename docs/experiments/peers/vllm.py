@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cached_rag.errors import ConfigError
-from cached_rag.evaluation.answers import Peer, Question, Sample, Stopwatch
+from docs.experiments.answers import Peer, Question, Sample, Stopwatch
 from docs.experiments.peers.http import address_of, asked, events
 
 # Its worker waits for the next step on a processor that it keeps busy, for a second.
