@@ -100,8 +100,8 @@ def _copied(folder: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class FirstTokens:
-    """What prompts are made of random tokens, and how often each is asked.
+class TimedPrompts:
+    """What prompts are made of random tokens, and how long their answers are.
 
     Attributes:
         chunks: chunks in the prompt.
@@ -109,6 +109,7 @@ class FirstTokens:
         question_tokens: tokens of the question.
         methods: methods to compare, comma-separated.
         ratio: share of cached tokens to recompute.
+        new_tokens: tokens of an answer.
         repeats: rounds that are measured, after a round to warm up.
 
     Raises:
@@ -120,6 +121,7 @@ class FirstTokens:
     question_tokens: int = 32
     methods: str = "auto,fast,reuse"
     ratio: float = 0.15
+    new_tokens: int = 1
     repeats: int = 5
 
     def __post_init__(self) -> None:
@@ -130,11 +132,11 @@ class FirstTokens:
 def bench_command(
     model: options.Model = DEFAULT_MODEL,
     *,
-    asked: Annotated[FirstTokens, options.OptionsOf()],
+    asked: Annotated[TimedPrompts, options.OptionsOf()],
     how: options.Loading,
     as_json: Json = False,
 ) -> None:
-    """Time to first token of each method against full prefill, in one run."""
+    """Time to the first token, and of whole answers, by each method, in one run."""
     from cached_rag.evaluation.machine import machine
     from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ingest, bench_ttft
 
@@ -146,6 +148,7 @@ def bench_command(
             question_tokens=asked.question_tokens,
             methods=options.names(asked.methods),
             ratio=asked.ratio,
+            new_tokens=asked.new_tokens,
             repeats=asked.repeats,
         )
         encoding = bench_ingest(engine, **sizes)
@@ -167,6 +170,7 @@ def _cells(row: TtftRow) -> dict[str, object]:
         "method": row.method,
         "tokens": row.prompt_tokens,
         "TTFT ms": f"{row.ttft_ms:.1f}",
+        "answer ms": "" if row.total_ms is None else f"{row.total_ms:.1f}",
         "speed-up": f"{row.speedup:.1f}x",
         "charged": f"{row.charged_recompute:.3f}",
         "overhead ms": f"{row.overhead_ms:.1f}",

@@ -164,6 +164,7 @@ class TtftRow:
         charged_recompute, match_ms, load_ms, fuse_ms: as in `Report`.
         overhead_ms: milliseconds of `ttft_ms` that are neither loading nor computing: rendering,
             tokenising, matching, planning, sampling.
+        total_ms: milliseconds of the whole answer; None for the model's own forward pass.
     """
 
     method: str
@@ -175,6 +176,7 @@ class TtftRow:
     load_ms: float
     fuse_ms: float
     overhead_ms: float
+    total_ms: float | None = None
 
 
 def bench_ttft(
@@ -185,18 +187,20 @@ def bench_ttft(
     question_tokens: int = 32,
     methods: Sequence[str] = ("reuse", "cacheblend"),
     ratio: float = 0.15,
+    new_tokens: int = 1,
     repeats: int = 5,
 ) -> list[TtftRow]:
     """Encode a document's chunks as an index does, and time every method on a prompt of them.
 
-    The first row, `transformers`, is the model's own forward pass on the same ids; then come `full`
-    and `methods`. A method with a ratio of its own, such as `auto`, keeps it.
+    Every answer has `new_tokens` tokens, and is decoded without drafts. The first row,
+    `transformers`, is the model's own forward pass on the same ids; then come `full` and `methods`.
+    A method with a ratio of its own, such as `auto`, keeps it.
 
     Raises:
         ConfigError: a count below 1, an unknown method, or an engine that keeps finished prompts.
     """
     check_prompts_are_new(engine)
-    configs = {name: _config(name, ratio) for name in dict.fromkeys(["full", *methods])}
+    configs = {name: _config(name, ratio, new_tokens) for name in dict.fromkeys(["full", *methods])}
     contexts = (engine.primer, None)
     prompt, _ = make_prompt(engine, modules, module_tokens, question_tokens, contexts)
     ids = torch.tensor([engine.prefill(prompt, configs["full"]).tokens.ids])
@@ -211,14 +215,19 @@ def bench_ttft(
     ]
 
 
-def _config(method: str, ratio: float) -> GenerationConfig:
-    given = None if has_own_ratio(method) else ratio
-    return GenerationConfig(method=method, recompute_ratio=given, max_tokens=1)
+def _config(method: str, ratio: float, new_tokens: int) -> GenerationConfig:
+    return GenerationConfig(
+        method=method,
+        recompute_ratio=None if has_own_ratio(method) else ratio,
+        max_tokens=new_tokens,
+        ignore_eos=True,
+        drafts=False,
+    )
 
 
 def _asked(engine: Engine, prompt: str, config: GenerationConfig) -> dict[str, float]:
     report = engine.generate(prompt, config).report
-    names = ("ttft_ms", "charged_recompute", "match_ms", "load_ms", "fuse_ms")
+    names = ("ttft_ms", "charged_recompute", "match_ms", "load_ms", "fuse_ms", "total_ms")
     overhead = report.ttft_ms - report.load_ms - report.fuse_ms
     return {name: getattr(report, name) for name in names} | {"overhead_ms": overhead}
 

@@ -284,7 +284,7 @@ def test_doctor_reports_the_rule_and_passes_its_self_test(model_folder, options)
 
 def test_bench_prints_rows_and_the_machine(model_folder):
     sizes = ["--chunks", "3", "--chunk-tokens", "64", "--question-tokens", "8", "--repeats", "2"]
-    sizes += ["--methods", "reuse,cacheblend"]
+    sizes += ["--methods", "reuse,cacheblend", "--new-tokens", "3"]
     result = run(
         cli.app, ["bench", "--model", model_folder, *sizes, "--dtype", "float32", "--json"]
     )
@@ -298,6 +298,9 @@ def test_bench_prints_rows_and_the_machine(model_folder):
     ]
     full, reuse, blend = (row["charged_recompute"] for row in found["rows"][1:])
     assert reuse < 0.3 < blend < full == 1  # of four layers the first two are computed in full
+    plain, *answered = found["rows"]
+    assert plain["total_ms"] is None
+    assert all(row["total_ms"] > row["ttft_ms"] for row in answered)
     assert found["rows"][0]["prompt_tokens"] == pytest.approx(3 * 64 + 8, rel=0.15)
     assert found["ingest"]["tokens_per_s"] > 0
     assert found["machine"]["cores"]
