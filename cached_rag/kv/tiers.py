@@ -43,7 +43,6 @@ class KVStore(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes held now."""
-        ...
 
     def __contains__(self, key: str) -> bool: ...
 
@@ -55,15 +54,12 @@ class KVStore(Protocol):
         Raises:
             CorruptBlobError: held, but damaged or with other token ids; the entry is gone then.
         """
-        ...
 
     def open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
         """As `get`, but a module on disk is not read: each layer is when it is asked for."""
-        ...
 
     def touch(self, key: str) -> None:
         """Count a use of an entry, if it is there: what is used more leaves later."""
-        ...
 
     def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
         """Say how long entries are kept, those that are there; says how many these are.
@@ -76,11 +72,9 @@ class KVStore(Protocol):
             StoreFullError: pins would take more than `PINNED_SHARE` of the room; nothing is
                 changed.
         """
-        ...
 
     def ends(self, key: str) -> float:
         """When an entry's time is over, in seconds since 1970; infinite for never."""
-        ...
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Keep a module; replaces an entry of the same key; may evict others (`eviction.py`).
@@ -93,11 +87,9 @@ class KVStore(Protocol):
         Raises:
             StoreFullError: it does not fit; nothing is changed.
         """
-        ...
 
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""
-        ...
 
 
 class MemoryStore:
