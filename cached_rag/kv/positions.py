@@ -124,9 +124,7 @@ class PositionRule:
         Raises:
             RelocationError: the model has no rule.
         """
-        if of == "values" and not self.values:
-            return _copied(side, out)
-        if delta == 0:
+        if delta == 0 or (of == "values" and not self.values):
             return _copied(side, out)
         self.check(delta, 0)
         rules = self.layers if of == "keys" else self.values
