@@ -226,15 +226,12 @@ class WriteBack:
     """A bounded queue of tasks, and one thread that does them. Safe for several threads.
 
     Attributes:
-        dropped: number of tasks that were not queued because the queue was full. A later request
-            that misses the same chunk offers its task again.
         finish_seconds: how long `close` may go on with tasks that wait; 0 drops them.
     """
 
     def __init__(
         self, activity: Activity, capacity: int = _CAPACITY, finish_seconds: float = 0.0
     ) -> None:
-        self.dropped = 0
         self.finish_seconds = finish_seconds
         self._activity, self._capacity = activity, capacity
         self._tasks: deque[_Task] = deque()
@@ -255,6 +252,8 @@ class WriteBack:
     ) -> None:
         """Queue a task. If the queue is full, or closed, the task is dropped.
 
+        A later request that misses the same chunk offers its task again.
+
         Args:
             name: identifies the task; a name that is in the queue already is not added again.
             work: the task.
@@ -264,10 +263,7 @@ class WriteBack:
                 comes before all others.
         """
         with self._changed:
-            if self._is_stopped or name in self._known:
-                return
-            if len(self._known) >= self._capacity:
-                self.dropped += 1
+            if self._is_stopped or name in self._known or len(self._known) >= self._capacity:
                 return
             self._known.add(name)
             place = self._tasks.appendleft if is_begun else self._tasks.append

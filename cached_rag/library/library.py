@@ -63,10 +63,6 @@ class Known:
             count += 1
         return learned[:count]
 
-    def read_behinds(self) -> None:
-        """Take over what is in the catalog; under the lock."""
-        self._stood_behind(EncodedAfter(*row) for row in self.catalog.prefixes())
-
     def add_behind(self, behind: EncodedAfter) -> None:
         """Add what texts will be encoded behind.
 
@@ -75,9 +71,10 @@ class Known:
         """
         self.catalog.add_prefix(behind.prefix_ids, behind.context)
         with self.lock:
-            self._stood_behind({*self.encoded_after, behind})
+            self.stand_behind({*self.encoded_after, behind})
 
-    def _stood_behind(self, behinds: Iterable[EncodedAfter]) -> None:
+    def stand_behind(self, behinds: Iterable[EncodedAfter]) -> None:
+        """Take over what texts stood behind; under the lock."""
         self.encoded_after = sorted(
             behinds, key=lambda b: (len(b.prefix_ids), b.rank, b.context), reverse=True
         )
@@ -149,18 +146,17 @@ class Library:
         self._forgotten = None if forgotten is None else WeakMethod(forgotten)
         self._last_row = 0
         self._generation = self._evictions = self._num_removals = 0
-        self._unwritten: dict[str, ChunkRecord] = {}
         self._removals = self._finished()
         self.refresh(force=True)
 
     def _finished(self) -> Removals:
         """The removals of this tenant; those that were interrupted are finished."""
-        shelf = self.shelf
-        far = None if shelf.remote is None else shelf.delete_far
-        removals = Removals(self._catalog, shelf.delete, far)
-        with shelf.spared():
-            if shelf.remote is not None:
-                removals.note_remote(shelf.remote.label)
+        remote = self.shelf.remote
+        far = None if remote is None else partial(remote.delete, self.namespace)
+        removals = Removals(self._catalog, self.shelf.delete, far)
+        with self.shelf.spared():
+            if remote is not None:
+                removals.note_remote(remote.label)
             removals.finish()
         try:
             removals.finish_far()
@@ -215,9 +211,9 @@ class Library:
         # All is read before anything is changed: else a failure would lose what was removed.
         generation, gone = self._catalog.generation(), list[ChunkRecord]()
         is_new = generation != self._generation
-        known = self._catalog.text_digests() | self._unwritten.keys() if is_new else frozenset()
+        known = self._catalog.text_digests() if is_new else frozenset()
         added = list(self._catalog.modules(after=self._last_row))
-        self.known.read_behinds()
+        self.known.stand_behind(EncodedAfter(*row) for row in self._catalog.prefixes())
         if is_new:
             gone = [chunk for chunk in self.table if chunk.text_digest not in known]
             self.table.discard(gone)
@@ -299,15 +295,11 @@ class Library:
     def register(self, chunks: Sequence[ChunkRecord]) -> None:
         """As `add_chunks`, but never waits long, and never fails.
 
-        Chunks that cannot be written to the catalog now are written when they have KV.
+        Chunks that cannot be written to the catalog now are prefilled as any text.
         """
-        is_written = False
         with self.shelf.spared():
             self._catalog.add_chunks(chunks, BRIEFLY_S)
-            is_written = True
-        if not is_written:
-            self._unwritten |= {chunk.text_digest: chunk for chunk in chunks}
-        self._know(chunks)
+            self._know(chunks)
 
     def _know(self, chunks: Sequence[ChunkRecord]) -> None:
         with self.known.lock:
@@ -363,8 +355,6 @@ class Library:
                 self.table.by_digest(name) or (given or {}).get(name) for name in text_digests
             ]
             chunks = [record for record in records if record is not None]
-            for text_digest in text_digests:
-                self._unwritten.pop(text_digest, None)
             self.table.discard(chunks)
         try:
             return self._removals.remove(text_digests)
@@ -378,10 +368,6 @@ class Library:
 
     def knows(self, text_digest: str) -> bool:
         """Whether a text is a chunk, by the catalog, which may know more than this process."""
-        unwritten = self._unwritten.get(text_digest)
-        if unwritten is not None:
-            self._catalog.add_chunks([unwritten])
-            self._unwritten.pop(text_digest, None)
         return bool(self._catalog.find([text_digest]))
 
     def _keys(self, chunks: Iterable[ChunkRecord]) -> list[str]:

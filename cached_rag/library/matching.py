@@ -292,9 +292,9 @@ class Recurring:
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        self._most, self.generation = most, 0
+        self.generation = 0
         # By the digest of a piece, or of two neighbours: that of all before it, when last seen.
-        self._seen: dict[int, int] = {}
+        self._seen: LRUCache[int, int] = LRUCache(most)
         self._lock = threading.RLock()  # as in `WriteBack`
 
     def __len__(self) -> int:
@@ -325,16 +325,10 @@ class Recurring:
         with self._lock:
             runs = list(self._runs(pieces))
             for piece in pieces:
-                self._note(piece)
-            while len(self._seen) > self._most:
-                del self._seen[next(iter(self._seen))]
+                for name in (piece.name, piece.after):
+                    if name is not None:
+                        self._seen[name] = piece.before
         return [found for run in runs for found in _cut(text, tokens, run)]
-
-    def _note(self, piece: _Piece) -> None:
-        for name in (piece.name, piece.after):
-            if name is not None:
-                self._seen.pop(name, None)  # the latest are last
-                self._seen[name] = piece.before
 
     def _runs(self, pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         """Neighbours that recur, and were neighbours before."""

@@ -178,8 +178,8 @@ class Plan:
         approximate = [place for place in self.placements if not place.is_exact]
         spans = tuple((place.begin, place.end) for place in approximate)
         settled = tuple((place.begin, place.end) for place in approximate if place.is_settled)
-        found = Layout(fresh, exact, spans, num_layers, settled, first_attending=first_attending)
-        return found if ids is None else replace(found, ids=ids)
+        tokens = torch.empty(0, dtype=torch.int64) if ids is None else ids
+        return Layout(fresh, exact, spans, num_layers, settled, tokens, first_attending)
 
 
 @dataclass(frozen=True)

@@ -146,15 +146,6 @@ class Shelf:
         self._to_disk.drop([key])
         return self.store.delete(key)
 
-    def delete_far(self, keys: Sequence[str]) -> None:
-        """Delete KV from the remote tier, if there is one.
-
-        Raises:
-            StoreError: it may still be there.
-        """
-        if self.remote is not None:
-            self.remote.delete(self.namespace, keys)
-
     def tell(self, behind: EncodedAfter) -> None:
         """Have other machines look for KV that was encoded behind that."""
         if self.remote is not None and behind not in self._announced:
