@@ -150,11 +150,7 @@ class KeptPrompts:
         self.max_bytes = max_bytes
         self.signer = signer_name((secret or "").encode())
         self._disk = DiskStore(folder, secret=secret)
-        try:
-            self._database = Database(folder / _TABLE, _SCHEMA)
-        except BaseException:
-            self._disk.close()
-            raise
+        self._database = Database(folder / _TABLE, _SCHEMA)
         self._read: tuple[int, list[KeptPrompt]] | None = None
 
     def close(self) -> None:

@@ -298,7 +298,7 @@ class Outbox:
         self._waiting: dict[str, tuple[Future[None], int]] = {}  # with their bytes
         self._failed = 0
         self._is_closed = False
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, "outbox")
         self._changed = threading.Condition()
 
     def add(self, name: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
@@ -315,8 +315,6 @@ class Outbox:
             if self._is_closed or not self._has_room(kv.nbytes):
                 self._failed += 1
                 return
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_THREADS, "outbox")
             future = self._threads.submit(self._work, name, kv, wanted)
             self._waiting[name] = future, kv.nbytes
 
@@ -385,8 +383,7 @@ class Outbox:
         """As `drain`, then take no more and drop what still waits."""
         failed = self.drain(patience_s)
         self._is_closed = True
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         return failed
 
 
@@ -396,7 +393,7 @@ class Prefetcher:
     def __init__(self) -> None:
         self._coming: dict[str, Future[object]] = {}
         self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, "prefetch")
 
     def start(self, names: Sequence[str], fetch: Callable[[], object]) -> None:
         """Begin to fetch what goes by these names, unless all of that has begun already.
@@ -408,8 +405,6 @@ class Prefetcher:
             new = [name for name in names if name not in self._coming]
             if not new:
                 return
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_THREADS, "prefetch")
             future = self._threads.submit(fetch)
             self._coming |= dict.fromkeys(new, future)
         future.add_done_callback(lambda _: [self._coming.pop(name, None) for name in new])
@@ -422,5 +417,4 @@ class Prefetcher:
 
     def close(self) -> None:
         """Finish the fetches that have begun, and drop the others."""
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)

@@ -119,10 +119,12 @@ class Library:
         catalog: Catalog | None = None
         self._lost: StoreError | None = None
         if config.path is not None:
+            root, bound = Path(config.path).expanduser(), config.disk_bytes
             try:
-                disk, catalog = _opened(Path(config.path).expanduser(), maker, config)
+                disk = DiskStore(root, config.codec, bound, config.signing_key)
+                catalog = Catalog(root / CATALOG, maker, config.namespace)
             except StoreError as error:
-                self._lost = error
+                disk, self._lost = None, error
                 _log.warning("nothing is cached on disk: %s", error)
         self.maker, self.namespace = maker, config.namespace
         self.is_pipelined, self._ttl_seconds = bool(config.pipelined), config.ttl_seconds
@@ -440,13 +442,3 @@ class Library:
             elif sources:
                 missing.append(sources)
         self.shelf.bring_ahead(missing)
-
-
-def _opened(root: Path, maker: Maker, config: StoreConfig) -> tuple[DiskStore, Catalog]:
-    bound, secret = config.disk_bytes, config.signing_key
-    disk = DiskStore(root, codec=config.codec, max_bytes=bound, secret=secret)
-    try:
-        return disk, Catalog(root / CATALOG, maker, config.namespace)
-    except BaseException:
-        disk.close()
-        raise
