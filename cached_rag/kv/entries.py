@@ -92,7 +92,7 @@ class Entries:
     def sizes(self) -> dict[str, int]:
         """By key, the bytes of its files in all codecs that are not over."""
         query = "SELECT key, sum(nbytes) FROM files WHERE until > ? GROUP BY key"
-        return {str(key): int(str(size)) for key, size in self.database.rows(query, time.time())}
+        return dict(self.database.read(lambda key, size: (str(key), int(size)), query, time.time()))
 
     def all(self) -> list[Entry]:
         """All entries, of all codecs, those that are over as well."""
