@@ -146,7 +146,7 @@ class Library:
         self.known.users += 1
         self._catalog, self.table = self.known.catalog, self.known.table
         self._forgotten = None if forgotten is None else WeakMethod(forgotten)
-        self._last_row = 0
+        self._last_row = self._version = 0
         self._generation = self._evictions = self._num_removals = 0
         self._removals = self._finished()
         self.refresh(force=True)
@@ -199,13 +199,11 @@ class Library:
         """
         gone: list[ChunkRecord] = []
         with self.shelf.spared(), self.known.lock:
-            if not (self._catalog.changed() or force):
+            version = self._catalog.database.version()
+            if version == self._version and not force:
                 return
-            try:
-                gone = self._read()
-            except BaseException:
-                self._catalog.was_not_read()
-                raise
+            gone = self._read()
+            self._version = version
         self._let_go(gone)
 
     def _read(self) -> list[ChunkRecord]:
@@ -240,9 +238,7 @@ class Library:
     @property
     def generation(self) -> int:
         """Changes whenever texts are forgotten, by whichever process."""
-        with self.shelf.spared():
-            return self._catalog.generation() - self._evictions
-        return -1
+        return self.shelf.spare(lambda: self._catalog.generation() - self._evictions, -1)
 
     def encoded_after(self) -> list[EncodedAfter]:
         """All that chunks were encoded behind, see `Known.encoded_after`."""
@@ -379,9 +375,8 @@ class Library:
 
     def other_makers(self, chunks: Iterable[ChunkRecord]) -> list[Maker]:
         """Other models, or other dtypes of this one, that have KV of these chunks in the store."""
-        with self.shelf.spared():
-            return self._catalog.makers_of(chunk.text_digest for chunk in chunks)
-        return []
+        texts = [chunk.text_digest for chunk in chunks]
+        return self.shelf.spare(lambda: self._catalog.makers_of(texts), [])
 
     def put(self, behind: EncodedAfter, kv: ModuleKV, text_digest: str | None = None) -> None:
         """Keep KV of a chunk, of a prefix, or of a part of a schema.
