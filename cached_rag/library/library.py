@@ -181,15 +181,16 @@ class Library:
         Without files nobody would know any more whose KV it is, so it goes from shared memory.
         """
         self.shelf.close()
+        self.known.users -= 1
+        if self.known.users:
+            return
         if self.shelf.remote is not None:
             self.shelf.remote.settle(self.namespace)
-        self.known.users -= 1
-        if not self.known.users:
-            if self._shares_memory and self.shelf.disk is None:
-                self._drop_from_memory(self.table)
-            if self._tenants.get(self.namespace) is self.known:
-                del self._tenants[self.namespace]
-            self._catalog.close()
+        if self._shares_memory and self.shelf.disk is None:
+            self._drop_from_memory(self.table)
+        if self._tenants.get(self.namespace) is self.known:
+            del self._tenants[self.namespace]
+        self._catalog.close()
 
     def refresh(self, *, force: bool = False) -> None:
         """Take over what other processes added or removed. Cheap if there is nothing new.
