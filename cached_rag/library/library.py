@@ -31,6 +31,8 @@ from cached_rag.library.shelf import Refuses, Shelf, Wanted, memory_tiers
 _log = logging.getLogger(__name__)
 # Most tokens of texts that were learned from prompts. A token of a known text takes some 70 bytes.
 LEARNED_TOKENS = 1 << 18
+# Held while a library begins or ceases to use what others know, too.
+_SHARING = threading.Lock()
 
 
 class Known:
@@ -136,14 +138,15 @@ class Library:
         self._shares_memory = beside is not None
         # What is known in memory, by the names of tenants.
         self._tenants: dict[str, Known] = {} if beside is None else beside._tenants
-        if catalog is not None:
-            self.known = Known(catalog)
-        elif self.namespace in self._tenants:
-            self.known = self._tenants[self.namespace]
-        else:
-            self.known = Known(Catalog(IN_MEMORY, maker, self.namespace))
-            self._tenants[self.namespace] = self.known
-        self.known.users += 1
+        with _SHARING:
+            if catalog is not None:
+                self.known = Known(catalog)
+            elif self.namespace in self._tenants:
+                self.known = self._tenants[self.namespace]
+            else:
+                self.known = Known(Catalog(IN_MEMORY, maker, self.namespace))
+                self._tenants[self.namespace] = self.known
+            self.known.users += 1
         self._catalog, self.table = self.known.catalog, self.known.table
         self._forgotten = None if forgotten is None else WeakMethod(forgotten)
         self._last_row = self._version = 0
@@ -181,15 +184,16 @@ class Library:
         Without files nobody would know any more whose KV it is, so it goes from shared memory.
         """
         self.shelf.close()
-        self.known.users -= 1
-        if self.known.users:
-            return
+        with _SHARING:
+            self.known.users -= 1
+            if self.known.users:
+                return
+            if self._tenants.get(self.namespace) is self.known:
+                del self._tenants[self.namespace]
         if self.shelf.remote is not None:
             self.shelf.remote.settle(self.namespace)
         if self._shares_memory and self.shelf.disk is None:
             self._drop_from_memory(self.table)
-        if self._tenants.get(self.namespace) is self.known:
-            del self._tenants[self.namespace]
         self._catalog.close()
 
     def refresh(self, *, force: bool = False) -> None:
