@@ -339,11 +339,6 @@ class Outbox:
                 self._failed += not is_done
                 self._changed.notify_all()
 
-    def settle(self, name: str) -> None:
-        """Return when a module's turn is over; at once if it has none. Waits for no other."""
-        if (item := self._waiting.get(name)) is not None:
-            wait([item[0]], _UNDER_WAY_S)
-
     def settle_all(self, begin: str, patience_s: float) -> None:
         """Return when nothing waits whose name begins so, or after so many seconds."""
 

@@ -194,7 +194,6 @@ class Shelf:
 
     def _fetch(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         self._prefetcher.wait((key,))
-        self._to_disk.settle(key)
         return self._get(key, token_ids)
 
     def _get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
