@@ -268,14 +268,14 @@ class TieredStore:
         Args:
             wanted: says whether it is, where tier `level` does not have it.
         """
-        until = self.tiers[level].ends(key) if level else math.inf
+        until = self.tiers[level].ends(key)
         for tier in self.tiers[:level]:
             with suppress(StoreFullError):  # too large for a fast tier is no error
                 tier.put(key, kv)
             if until < math.inf:
                 tier.hold([key], pinned=None, until=until)
         is_wanted = key in self.tiers[level] if wanted is None else wanted()
-        if level and not is_wanted:
+        if not is_wanted:
             for tier in self.tiers[:level]:
                 tier.delete(key)
 
@@ -339,7 +339,7 @@ class Outbox:
                 self._failed += not is_done
                 self._changed.notify_all()
 
-    def settle_all(self, begin: str, patience_s: float) -> None:
+    def settle(self, begin: str, patience_s: float) -> None:
         """Return when nothing waits whose name begins so, or after so many seconds."""
 
         def is_over() -> bool:
