@@ -110,6 +110,12 @@ class MemoryStore:
         """Bytes held now."""
         return self._entries.nbytes
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV is held."""
+        with self._lock:
+            return sum(kv.seq_len for kv in self._entries.values())
+
     def __len__(self) -> int:
         return len(self._entries)
 
