@@ -74,7 +74,8 @@ def contents(
     for number, stacks in enumerate(zip(stacks_of(kv.keys), stacks_of(kv.values), strict=True)):
         held = codec.encode(*stacks)
         sums += layer_sums(held, secret)
-        tensors |= {_named(name, number): tensor for name, tensor in held.items()}
+        suffix = f".{number}" if number else ""
+        tensors |= {f"{name}{suffix}": tensor for name, tensor in held.items()}
     header = {
         "layers": ",".join(sums),
         "key": key,
@@ -266,11 +267,6 @@ class StoredKV:
             if layer_sums(tensors, self.secret) != list(self.sums[first + begin : first + end]):
                 raise CorruptBlobError(_message(self.name, _DAMAGED))
             return self.codec.decode(tensors, self.dtype)
-
-
-def _named(name: str, stack: int) -> str:
-    """What a tensor of a stack is called in a file."""
-    return f"{name}.{stack}" if stack else name
 
 
 def _places(header: Mapping[str, str], count: int) -> tuple[tuple[int, int] | None, ...]:

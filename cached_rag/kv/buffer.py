@@ -50,22 +50,18 @@ class LayerSource(Protocol):
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens."""
-        ...
 
     @property
     def start(self) -> int:
         """Position of the first token when the keys were computed."""
-        ...
 
     @property
     def seq_len(self) -> int:
         """Number of tokens."""
-        ...
 
     @property
     def change(self) -> Change | None:
         """What the tokens do to states; None if that is not known."""
-        ...
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each (num_kv_heads, seq_len, dim).
@@ -73,11 +69,9 @@ class LayerSource(Protocol):
         Raises:
             CorruptBlobError: it had to be read, and is damaged.
         """
-        ...
 
     def slice(self, begin: int, end: int) -> LayerSource:
         """Tokens `begin` to `end` (exclusive)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -147,20 +141,16 @@ class States(Protocol):
     @property
     def length(self) -> int:
         """How many tokens they have read."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        ...
 
     def copy(self) -> States:
         """The same, which goes on by itself."""
-        ...
 
     def packed(self) -> torch.Tensor:
         """(num_bytes,) uint8: all of it, for `Backend.unpacked`."""
-        ...
 
 
 class KVBuffer:
@@ -291,12 +281,10 @@ class Placed(Protocol):
     @property
     def begin(self) -> int:
         """Slot of its first token."""
-        ...
 
     @property
     def kv(self) -> LayerSource:
         """Its keys and values."""
-        ...
 
 
 class LayerLoader:

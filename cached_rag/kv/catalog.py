@@ -130,7 +130,6 @@ class Catalog:
         self.database = Database(Path(path), _SCHEMA)
         if self.maker.name and not self.database.is_read_only:
             self._sign()
-        self._version = self.database.version()
 
     def close(self) -> None:
         """Release the file."""
@@ -326,15 +325,6 @@ class Catalog:
         """A number that grows with each removal."""
         (count,) = self.database.read(int, "SELECT count FROM removals")
         return count
-
-    def changed(self) -> bool:
-        """Whether another connection has written since the last call."""
-        before, self._version = self._version, self.database.version()
-        return before != self._version
-
-    def was_not_read(self) -> None:
-        """What has changed could not be read, so `changed` is to say so again."""
-        self._version = -1
 
 
 def _put(table: str, key: str, columns: str) -> str:

@@ -29,7 +29,6 @@ class Codec(Protocol):
 
         The first axis of each is num_layers, so that layers can be read one by one.
         """
-        ...
 
     def decode(self, tensors: Tensors, dtype: torch.dtype) -> KeysAndValues:
         """The keys and values again, in `dtype`.
@@ -37,7 +36,6 @@ class Codec(Protocol):
         Raises:
             KeyError: the tensors are not what `encode` gave.
         """
-        ...
 
 
 class RawCodec:

@@ -13,6 +13,7 @@ import sqlite3
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class Database:
         # No timeout: `_when_free` waits for other processes, and lets go of the lock meanwhile.
         found = sqlite3.connect(where, timeout=0, check_same_thread=False, uri=self.is_read_only)
         # Text that is no UTF-8 is no error here: that it is damaged is for checksums to tell.
+        weakref.finalize(self, found.close).atexit = False
         found.text_factory = lambda data: data.decode(errors="replace")
         return found
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -85,10 +84,7 @@ class DiskStore:
 
     def sizes(self) -> dict[str, int]:
         """By key, the bytes of its files in all codecs."""
-        sizes = Counter[str]()
-        for entry in self._entries.held():
-            sizes[entry.key] += entry.nbytes
-        return sizes
+        return self._entries.sizes()
 
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """The module, read from its file and checked; see `KVStore.get`."""
@@ -143,12 +139,13 @@ class DiskStore:
         Raises:
             SigningError: it would replace what another process has signed, and this one cannot.
         """
-        if self.max_bytes is not None and kv.nbytes > 8 * self.max_bytes:
-            raise self._too_large(kv.nbytes)  # not even four bits make it fit
         with self._drafts.open() as draft:
             nbytes, checksum = write_blob(draft, key, kv, self.codec, self._secret)
             if self.max_bytes is not None and nbytes > self.max_bytes:
-                raise self._too_large(nbytes)
+                raise StoreFullError(
+                    f"a module of {nbytes} bytes exceeds the store's bound of {self.max_bytes}; "
+                    "raise disk_bytes or use smaller chunks"
+                )
             entry = Entry(key, self.codec.name, os.urandom(8).hex(), nbytes, checksum)
             self._publish(draft, entry, wanted)
 
@@ -171,12 +168,6 @@ class DiskStore:
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-
-    def _too_large(self, nbytes: int) -> StoreFullError:
-        return StoreFullError(
-            f"a module of {nbytes} bytes exceeds the store's bound of {self.max_bytes}; raise "
-            "disk_bytes or use smaller chunks"
-        )
 
     def delete(self, key: str) -> bool:
         """Delete a key's files of all codecs; says whether there was any."""

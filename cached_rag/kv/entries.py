@@ -34,8 +34,7 @@ CREATE TABLE IF NOT EXISTS gone (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_leaving ON gone (turn);
 """
-_COLUMNS = "SELECT key, codec, name, nbytes, checksum"
-_SELECT = f"{_COLUMNS} FROM files"
+_SELECT = "SELECT key, codec, name, nbytes, checksum FROM files"
 # Turns are counted, not timed: clocks go back.
 _NOW = "(SELECT coalesce(max(turn), 0) + 1 FROM files)"
 _THIS = "key = ? AND codec = ?"
@@ -84,28 +83,28 @@ class Entries:
         self.flush()
         self.database.close()
 
-    def nbytes(self) -> int:
-        """Bytes of all files."""
-        (total,) = self.database.read(int, "SELECT coalesce(sum(nbytes), 0) FROM files")
+    def nbytes(self, where: str = "1", *parameters: object) -> int:
+        """Bytes of all files, or of some."""
+        query = f"SELECT coalesce(sum(nbytes), 0) FROM files WHERE {where}"
+        (total,) = self.database.read(int, query, *parameters)
         return total
+
+    def sizes(self) -> dict[str, int]:
+        """By key, the bytes of its files in all codecs that are not over."""
+        query = "SELECT key, sum(nbytes) FROM files WHERE until > ? GROUP BY key"
+        return dict(self.database.read(lambda key, size: (str(key), int(size)), query, time.time()))
 
     def all(self) -> list[Entry]:
         """All entries, of all codecs, those that are over as well."""
         return self.database.read(Entry, _SELECT)
 
-    def held(self) -> list[Entry]:
-        """All entries, of all codecs, that are not over."""
-        return self.database.read(Entry, f"{_SELECT} WHERE until > ?", time.time())
-
     def find(self, key: str, codec: str) -> Entry | None:
         """A key's entry in a codec, or None."""
-        now = time.time()
-        found = self.database.read(Entry, f"{_SELECT} WHERE {_THIS} AND until > ?", key, codec, now)
+        found = self._those(f"{_THIS} AND until > ?", key, codec, time.time())
         return found[0] if found else None
 
-    def of_key(self, key: str) -> list[Entry]:
-        """A key's entries, in all codecs."""
-        return self.database.read(Entry, f"{_SELECT} WHERE key = ?", key)
+    def _those(self, where: str, *parameters: object) -> list[Entry]:
+        return self.database.read(Entry, f"{_SELECT} WHERE {where}", *parameters)
 
     def put(
         self, connection: Connection, entry: Entry, max_bytes: int | None = None
@@ -121,9 +120,7 @@ class Entries:
         before = self.database.rows(standing, *this)
         is_back = connection.execute(f"DELETE FROM gone WHERE {_THIS}", this).rowcount
         is_main, *kept = before[0] if before else (is_back, 0, 0, math.inf)
-        gone += self.remove(
-            connection, self.database.read(Entry, f"{_SELECT} WHERE {_THIS}", *this)
-        )
+        gone += self.remove(connection, self._those(_THIS, *this))
         if max_bytes is not None:
             # Of pins, what a process with a larger bound, or none, has beyond this one's share.
             for pins in (True, False):
@@ -136,10 +133,7 @@ class Entries:
 
     def over(self, connection: Connection) -> list[Entry]:
         """Take out entries whose time is over; returns them."""
-        now = time.time()
-        return self.remove(
-            connection, self.database.read(Entry, f"{_SELECT} WHERE until <= ?", now)
-        )
+        return self.remove(connection, self._those("until <= ?", time.time()))
 
     def hold(
         self,
@@ -160,8 +154,7 @@ class Entries:
             connection.execute(sql, (pinned, until, key, now)).rowcount > 0
             for key in dict.fromkeys(keys)
         )
-        held = "SELECT coalesce(sum(nbytes), 0) FROM files WHERE pinned = 1 AND until > ?"
-        (pins,) = self.database.read(int, held, now)
+        pins = self.nbytes("pinned = 1 AND until > ?", now)
         if pinned and max_bytes is not None and pins > PINNED_SHARE * max_bytes:
             raise too_many_pins(pins, max_bytes)
         return count
@@ -183,7 +176,7 @@ class Entries:
     def delete(self, connection: Connection, key: str) -> list[Entry]:
         """Take out a key's entries, and forget that there were any; returns them."""
         connection.execute("DELETE FROM gone WHERE key = ?", (key,))
-        return self.remove(connection, self.of_key(key))
+        return self.remove(connection, self._those("key = ?", key))
 
     def evict(
         self, connection: Connection, max_bytes: int, room: int = 0, *, pinned: bool = False
@@ -195,17 +188,12 @@ class Entries:
                 their share.
         """
         excess, gone = self.nbytes() + room - max_bytes, list[Entry]()
-        queue = f"FROM files WHERE pinned = {int(pinned)} AND is_main = ?"
-        small, main = (
-            self.database.read(int, f"SELECT coalesce(sum(nbytes), 0) {queue}", is_main)[0]
-            for is_main in (0, 1)
-        )
+        queue = f"pinned = {int(pinned)} AND is_main = ?"
+        small, main = (self.nbytes(queue, is_main) for is_main in (0, 1))
         least = PINNED_SHARE * max_bytes if pinned and room else 0
         while excess > 0 and small + main > least:
             is_small = not main or small >= max(1, SMALL_SHARE * max_bytes)
-            (entry,) = self.database.read(
-                Entry, f"{_COLUMNS} {queue} ORDER BY turn LIMIT 1", not is_small
-            )
+            (entry,) = self._those(f"{queue} ORDER BY turn LIMIT 1", not is_small)
             goes_on = not pinned and self._goes_on(connection, entry)
             small -= entry.nbytes if is_small else 0
             main += entry.nbytes * (goes_on - (not is_small))

@@ -111,10 +111,10 @@ class Evicting(Generic[V]):
         room = self.max_bytes - self._pinned_bytes + old
         if self._size(value) > room:
             raise no_room(self._size(value), room)
-        queue = self._queue(key) if key in self._uses else self._small
-        queue = self._main if key in self._gone else queue
+        queue: dict[str, V] = self._main if key in self._gone else self._small
         uses = self._uses.get(key, 0)
         if key in self._uses:
+            queue = self._queue(key)
             self._taken(key)
         self._gone.pop(key, None)
         while self.nbytes + self._size(value) > self.max_bytes:
@@ -145,8 +145,7 @@ class Evicting(Generic[V]):
         return self._taken(key) if key in self._uses else None
 
     def _is_over(self, key: str) -> bool:
-        until = self._until.get(key)
-        return until is not None and until <= time.time()
+        return self.ends(key) <= time.time()
 
     def _queue(self, key: str) -> dict[str, V]:
         queues: tuple[dict[str, V], ...] = (self._small, self._main, self._pinned)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, inner_ids, unpack
+from cached_rag.kv.database import IN_MEMORY
 from cached_rag.kv.fingerprint import digest
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class Removals:
     def _forget_kept(self, doomed: Iterable[_Doomed]) -> None:
         """Delete what finished prompts left of these texts."""
         folder = self._database.path.parent / FOLDER
-        if not folder.is_dir():
+        if self._database.path == IN_MEMORY or not folder.is_dir():
             return
         from cached_rag.kv.kept import KeptPrompts  # with PyTorch
 

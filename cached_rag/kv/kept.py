@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -94,6 +94,11 @@ class KeptPrompt:
             if end in self.stated
         }
 
+    @property
+    def keys(self) -> set[str]:
+        """Of all pieces and states."""
+        return {*self.pieces, *self.states}
+
     def _key(self, begin: int, end: int, what: str) -> str:
         """KV that was repaired depends on what was asked behind it, so it is this prompt's own."""
         whose = "" if end <= self.exact_length else self.name
@@ -145,11 +150,7 @@ class KeptPrompts:
         self.max_bytes = max_bytes
         self.signer = signer_name((secret or "").encode())
         self._disk = DiskStore(folder, secret=secret)
-        try:
-            self._database = Database(folder / _TABLE, _SCHEMA)
-        except BaseException:
-            self._disk.close()
-            raise
+        self._database = Database(folder / _TABLE, _SCHEMA)
         self._read: tuple[int, list[KeptPrompt]] | None = None
 
     def close(self) -> None:
@@ -253,10 +254,13 @@ class KeptPrompts:
             names = [(prompt.name,) for prompt in prompts]
             connection.executemany("DELETE FROM prompts WHERE name = ?", names)
         self._read = None
-        needed = {key for prompt in self.all() for key in (*prompt.pieces, *prompt.states)}
-        for prompt in prompts:
-            for key in {*prompt.pieces, *prompt.states} - needed:
-                self._disk.delete(key)
+        self._delete({key for prompt in prompts for key in prompt.keys})
+
+    def _delete(self, keys: Iterable[str]) -> None:
+        """Delete those of these pieces and states that no prompt has."""
+        needed = {key for prompt in self.all() for key in prompt.keys}
+        for key in set(keys) - needed:
+            self._disk.delete(key)
 
     def _evict(self, max_bytes: int) -> None:
         while self.nbytes > max_bytes and (prompts := self.all()):
@@ -276,16 +280,13 @@ class KeptPrompts:
             How many files went, and their bytes.
         """
         before = self._disk.sizes()
-        needed = {key for prompt in self.all() for key in (*prompt.pieces, *prompt.states)}
-        for key in before.keys() - needed:
-            self._disk.delete(key)
+        self._delete(before)
         if max_bytes is not None:
             self._evict(max_bytes)
         litter, nbytes = self._disk.prune()
         after = self._disk.sizes()
-        return litter + len(before) - len(after), nbytes + sum(before.values()) - sum(
-            after.values()
-        )
+        nbytes += sum(before.values()) - sum(after.values())
+        return litter + len(before) - len(after), nbytes
 
 
 def least_worth(held: Sequence[Mapping[Hashable, tuple[int, int]]]) -> int:

@@ -83,10 +83,6 @@ class Ragged:
         """As a tensor's."""
         return self.each(lambda stack: stack.clone(memory_format=memory_format))
 
-    def cpu(self) -> Ragged:
-        """As a tensor's."""
-        return self.each(torch.Tensor.cpu)
-
     def zero_(self) -> Ragged:
         """As a tensor's."""
         return self.each(torch.Tensor.zero_)

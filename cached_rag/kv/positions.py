@@ -124,10 +124,10 @@ class PositionRule:
         Raises:
             RelocationError: the model has no rule.
         """
-        if of == "values" and not self.values:
-            return _copied(side, out)
-        if delta == 0:
-            return _copied(side, out)
+        target: Any = out
+        if delta == 0 or (of == "values" and not self.values):
+            target.copy_(side, non_blocking=True)
+            return out
         self.check(delta, 0)
         rules = self.layers if of == "keys" else self.values
         if isinstance(side, Ragged) and isinstance(out, Ragged):
@@ -137,11 +137,6 @@ class PositionRule:
         elif not isinstance(side, Ragged) and not isinstance(out, Ragged):
             _rotate_all(side, rules[first_layer : first_layer + len(side)], delta, out)
         return out
-
-
-def _copied(side: Any, out: Any) -> Layered:
-    found: Layered = out.copy_(side, non_blocking=True)
-    return found
 
 
 def _rotate_all(

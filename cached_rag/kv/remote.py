@@ -174,7 +174,7 @@ class RemoteTier:
 
         When its catalog is closed, nobody can say what is still wanted, and it is not sent.
         """
-        self._uploads.settle_all(f"{_folder(namespace)}/", _LEAVING_S)
+        self._uploads.settle(f"{_folder(namespace)}/", _LEAVING_S)
 
     def drain(self) -> int:
         """Wait until all that was offered is sent; says how many modules could not be."""

@@ -202,7 +202,7 @@ def _cut(held: Sequence[tuple[Run, int]]) -> list[Piece]:
 
 
 class Slab:
-    """Keys and values of `num_rows` rows, each the buffer of a prompt.
+    """Keys and values of several rows, each the buffer of a prompt.
 
     Attributes:
         free: numbers of the rows that nobody uses.
@@ -215,15 +215,10 @@ class Slab:
         self._fresh = set(self.free)
 
     @property
-    def num_rows(self) -> int:
-        """Number of rows, used or not."""
-        return self.whole.batch
-
-    @property
     def nbytes(self) -> int:
         """Bytes that it takes: on a CPU only those of rows that were ever used."""
-        used = sum(map(self.is_held, range(self.num_rows)))
-        return self.whole.nbytes // self.num_rows * used
+        used = sum(map(self.is_held, range(self.whole.batch)))
+        return self.whole.nbytes // self.whole.batch * used
 
     def is_held(self, row: int) -> bool:
         """Whether a row takes memory: on a CPU only if it was ever used."""
@@ -293,7 +288,7 @@ class Slabs:
     def drop_idle(self) -> None:
         """Free the memory of slabs of which no row is used."""
         for capacity, held in self._slabs.items():
-            self._slabs[capacity] = [slab for slab in held if len(slab.free) < slab.num_rows]
+            self._slabs[capacity] = [slab for slab in held if len(slab.free) < slab.whole.batch]
 
 
 def mask_of(

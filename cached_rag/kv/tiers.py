@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -43,7 +43,6 @@ class KVStore(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes held now."""
-        ...
 
     def __contains__(self, key: str) -> bool: ...
 
@@ -55,15 +54,12 @@ class KVStore(Protocol):
         Raises:
             CorruptBlobError: held, but damaged or with other token ids; the entry is gone then.
         """
-        ...
 
     def open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
         """As `get`, but a module on disk is not read: each layer is when it is asked for."""
-        ...
 
     def touch(self, key: str) -> None:
         """Count a use of an entry, if it is there: what is used more leaves later."""
-        ...
 
     def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
         """Say how long entries are kept, those that are there; says how many these are.
@@ -76,11 +72,9 @@ class KVStore(Protocol):
             StoreFullError: pins would take more than `PINNED_SHARE` of the room; nothing is
                 changed.
         """
-        ...
 
     def ends(self, key: str) -> float:
         """When an entry's time is over, in seconds since 1970; infinite for never."""
-        ...
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Keep a module; replaces an entry of the same key; may evict others (`eviction.py`).
@@ -93,11 +87,9 @@ class KVStore(Protocol):
         Raises:
             StoreFullError: it does not fit; nothing is changed.
         """
-        ...
 
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""
-        ...
 
 
 class MemoryStore:
@@ -207,9 +199,7 @@ class TieredStore:
         Raises:
             CorruptBlobError: damaged in one tier, and in no other.
         """
-        level, kv = self._first(lambda tier: tier.get(key, token_ids))
-        if kv is not None:
-            self._touch_from(level, key)
+        level, kv = self._first(key, lambda tier: tier.get(key, token_ids))
         if kv is None or not level:
             return kv
         self._keep(level, key, kv)
@@ -217,17 +207,11 @@ class TieredStore:
 
     def open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
         """As `get`, but unread, and left where it is."""
-        level, source = self._first(lambda tier: tier.open(key, token_ids))
-        if source is not None:
-            self._touch_from(level, key)
-        return source
+        return self._first(key, lambda tier: tier.open(key, token_ids))[1]
 
     def touch(self, key: str) -> None:
         """See `KVStore.touch`."""
-        self._touch_from(0, key)
-
-    def _touch_from(self, level: int, key: str) -> None:
-        for tier in self.tiers[level:]:
+        for tier in self.tiers:
             tier.touch(key)
 
     def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
@@ -242,8 +226,11 @@ class TieredStore:
         """See `KVStore.ends`."""
         return self.tiers[-1].ends(key)
 
-    def _first(self, read: Callable[[KVStore], _T | None]) -> tuple[int, _T | None]:
-        """The number of the first tier that has something, and what it has."""
+    def _first(self, key: str, read: Callable[[KVStore], _T | None]) -> tuple[int, _T | None]:
+        """The number of the first tier that has something, and what it has.
+
+        It counts as a use there, and in the slower tiers.
+        """
         damage: CorruptBlobError | None = None
         for level, tier in enumerate(self.tiers):
             try:
@@ -252,6 +239,8 @@ class TieredStore:
                 damage = error
                 continue
             if found is not None:
+                for used in self.tiers[level:]:
+                    used.touch(key)
                 return level, found
         if damage is not None:
             raise damage
@@ -285,22 +274,16 @@ class TieredStore:
         Args:
             wanted: says whether it is, where tier `level` does not have it.
         """
-        until = self.tiers[level].ends(key) if level else math.inf
+        until = self.tiers[level].ends(key)
         for tier in self.tiers[:level]:
             with suppress(StoreFullError):  # too large for a fast tier is no error
                 tier.put(key, kv)
             if until < math.inf:
                 tier.hold([key], pinned=None, until=until)
         is_wanted = key in self.tiers[level] if wanted is None else wanted()
-        if level and not is_wanted:
+        if not is_wanted:
             for tier in self.tiers[:level]:
                 tier.delete(key)
-
-
-@dataclass(frozen=True)
-class _Item:
-    future: Future[None]
-    nbytes: int
 
 
 class Outbox:
@@ -318,10 +301,10 @@ class Outbox:
         """
         self._do, self._max_bytes = work, max_bytes
         self._patience_s = self._patience_left = patience_s
-        self._items: dict[str, _Item] = {}
+        self._waiting: dict[str, tuple[Future[None], int]] = {}  # with their bytes
         self._failed = 0
         self._is_closed = False
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, "outbox")
         self._changed = threading.Condition()
 
     def add(self, name: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
@@ -333,15 +316,13 @@ class Outbox:
         """
         with self._changed:
             self._wait_for_room(kv.nbytes)
-            if name in self._items:
+            if name in self._waiting:
                 return
             if self._is_closed or not self._has_room(kv.nbytes):
                 self._failed += 1
                 return
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_THREADS, "outbox")
             future = self._threads.submit(self._work, name, kv, wanted)
-            self._items[name] = _Item(future, kv.nbytes)
+            self._waiting[name] = future, kv.nbytes
 
     def _wait_for_room(self, nbytes: int) -> None:
         began = time.monotonic()
@@ -349,7 +330,7 @@ class Outbox:
         self._patience_left = max(0.0, self._patience_left - (time.monotonic() - began))
 
     def _has_room(self, nbytes: int) -> bool:
-        waiting = sum(item.nbytes for item in self._items.values())
+        waiting = sum(size for _, size in self._waiting.values())
         return not waiting or waiting + nbytes <= self._max_bytes
 
     def _work(self, name: str, kv: ModuleKV, wanted: IsWanted) -> None:
@@ -360,20 +341,15 @@ class Outbox:
             _log.warning("KV %s stays where it is: %s", name, error)
         finally:
             with self._changed:
-                self._items.pop(name, None)
+                self._waiting.pop(name, None)
                 self._failed += not is_done
                 self._changed.notify_all()
 
-    def settle(self, name: str) -> None:
-        """Return when a module's turn is over; at once if it has none. Waits for no other."""
-        if (item := self._items.get(name)) is not None:
-            wait([item.future], _UNDER_WAY_S)
-
-    def settle_all(self, begin: str, patience_s: float) -> None:
+    def settle(self, begin: str, patience_s: float) -> None:
         """Return when nothing waits whose name begins so, or after so many seconds."""
 
         def is_over() -> bool:
-            return self._is_closed or not any(name.startswith(begin) for name in self._items)
+            return self._is_closed or not any(name.startswith(begin) for name in self._waiting)
 
         with self._changed:
             self._changed.wait_for(is_over, patience_s)
@@ -381,12 +357,13 @@ class Outbox:
     def drop(self, names: Iterable[str]) -> None:
         """Do it for none of these; returns when it is done for those whose turn it was."""
         with self._changed:
-            found = [(name, self._items[name]) for name in names if name in self._items]
-            cancelled = {name for name, item in found if item.future.cancel()}
-            for name in cancelled:
-                del self._items[name]
+            found = {name: self._waiting[name][0] for name in names if name in self._waiting}
+            under_way = [future for future in found.values() if not future.cancel()]
+            for name, future in found.items():
+                if future.cancelled():
+                    del self._waiting[name]
             self._changed.notify_all()
-        wait([item.future for name, item in found if name not in cancelled], _UNDER_WAY_S)
+        wait(under_way, _UNDER_WAY_S)
 
     def drain(self, patience_s: float | None = None) -> int:
         """Wait until nothing waits.
@@ -398,8 +375,8 @@ class Outbox:
             How many modules failed since the last call.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._items, patience_s)
-            failed, self._failed = self._failed + len(self._items), 0
+            self._changed.wait_for(lambda: not self._waiting, patience_s)
+            failed, self._failed = self._failed + len(self._waiting), 0
             self._patience_left = self._patience_s
         return failed
 
@@ -407,8 +384,7 @@ class Outbox:
         """As `drain`, then take no more and drop what still waits."""
         failed = self.drain(patience_s)
         self._is_closed = True
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         return failed
 
 
@@ -418,7 +394,7 @@ class Prefetcher:
     def __init__(self) -> None:
         self._coming: dict[str, Future[object]] = {}
         self._lock = threading.Lock()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = ThreadPoolExecutor(_THREADS, "prefetch")
 
     def start(self, names: Sequence[str], fetch: Callable[[], object]) -> None:
         """Begin to fetch what goes by these names, unless all of that has begun already.
@@ -430,8 +406,6 @@ class Prefetcher:
             new = [name for name in names if name not in self._coming]
             if not new:
                 return
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_THREADS, "prefetch")
             future = self._threads.submit(fetch)
             self._coming |= dict.fromkeys(new, future)
         future.add_done_callback(lambda _: [self._coming.pop(name, None) for name in new])
@@ -444,5 +418,4 @@ class Prefetcher:
 
     def close(self) -> None:
         """Finish the fetches that have begun, and drop the others."""
-        if self._threads is not None:
-            self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(cancel_futures=True)

@@ -51,23 +51,18 @@ class Transport(Protocol):
         Args:
             most_bytes: as much is taken of each blob; of a longer one, its beginning.
         """
-        ...
 
     def has(self, names: Sequence[str]) -> list[bool]:
         """Whether there are blobs of these names. All in one round trip."""
-        ...
 
     def put(self, name: str, data: bytes) -> None:
         """Keep a blob, in place of any of the same name."""
-        ...
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete blobs; names without one are ignored."""
-        ...
 
     def close(self) -> None:
         """Release connections."""
-        ...
 
 
 def open_transport(url: str, timeout_s: float) -> Transport:

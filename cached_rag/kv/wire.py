@@ -136,23 +136,19 @@ class Wire:
             raise _corrupt(name, f"a list of heads of {len(data)} bytes")
         try:
             found = json.loads(bytes(_unsealed(name, data, self.secret)))
-            heads = [(tuple(map(_index, ids)), _text(context)) for ids, context in found]
+            heads = [_head(ids, context) for ids, context in found]
         except (ValueError, TypeError, RecursionError) as error:
             raise _corrupt(name, f"it is no list of heads ({error!r:.100})") from error
         return [one for one in heads[-_MOST_HEADS:] if self.sizes is None or self.sizes.has(one)]
 
 
-def _index(number: object) -> int:
-    if type(number) is not int:
+def _head(ids: object, context: object) -> Head:
+    if not isinstance(ids, list) or not isinstance(context, str):
+        raise TypeError("it has no tokens or no name")
+    if any(type(token) is not int for token in ids):
         raise TypeError("a token is no number")
-    return number
-
-
-def _text(name: object) -> str:
-    if not isinstance(name, str):
-        raise TypeError("a context has no name")
-    name.encode()  # a lone surrogate raises
-    return name
+    context.encode()  # a lone surrogate raises
+    return tuple(ids), context
 
 
 def _sealed(name: str, payload: bytes, secret: bytes) -> bytes:

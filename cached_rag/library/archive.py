@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from cached_rag.backends.base import Backend
 from cached_rag.errors import StoreError
-from cached_rag.kv.buffer import KVBuffer, ModuleKV, States
+from cached_rag.kv.buffer import KVBuffer, ModuleKV
 from cached_rag.kv.kept import KeptPrompt, KeptPrompts, pieces_of
 from cached_rag.kv.layers import Layered, each
 from cached_rag.kv.rows import Run
@@ -27,26 +27,11 @@ from cached_rag.library.sequences import Ids, PromptKV
 _log = logging.getLogger(__name__)
 
 
-class Model(Protocol):
-    """What is needed of a model to have its states again."""
-
-    @property
-    def fingerprint(self) -> str:
-        """See `Backend`."""
-
-    @property
-    def lock(self) -> threading.Lock:
-        """See `Backend`."""
-
-    def unpacked(self, data: torch.Tensor, length: int) -> States:
-        """See `Backend`."""
-
-
 class PromptArchive:
     """The kept prompts of one model, on disk. Safe for several threads."""
 
     def __init__(
-        self, kept: KeptPrompts, model: Model, device: torch.device, writing: WriteBack
+        self, kept: KeptPrompts, model: Backend, device: torch.device, writing: WriteBack
     ) -> None:
         """Read nothing yet.
 

@@ -132,9 +132,8 @@ class HandedOver:
         last = first.offset + first.end - first.begin
         mine = text[chunk.token_starts[last] :] if last < len(chunk.token_starts) else ""
         its = prompt[tokens.starts[first.end] :] if first.end < len(tokens) else ""
-        said += f"; they part at {_shown(mine)}, where the prompt has {_shown(its)}. {_REMEDY}"
-        self._warn(f"{mine[:1]!r} {its[:1]!r}", said)
-        return said
+        said += f"; they part at {_shown(mine)}, where the prompt has {_shown(its)}"
+        return self._note(f"{mine[:1]!r} {its[:1]!r}", said)
 
     def _absent(self, texts: Sequence[str], prompt: str) -> str:
         """On texts of which nothing is in the prompt."""
@@ -144,21 +143,20 @@ class HandedOver:
         if at >= 0:
             same = shared(text, prompt[at:])
             mine, its = _shown(text[same:]), _shown(prompt[at + same :])
-            said += f"; the first one is there up to {mine}, where the prompt has {its}. {_REMEDY}"
+            said += f"; the first one is there up to {mine}, where the prompt has {its}"
         else:
-            said += (
-                f", neither does it contain the beginning of the first, {_shown(text)}. {_REMEDY}"
-            )
-        self._warn("absent", said)
-        return said
+            said += f", neither does it contain the beginning of the first, {_shown(text)}"
+        return self._note("absent", said)
 
-    def _warn(self, cause: str, said: str) -> None:
-        """Log a warning, once for each cause."""
+    def _note(self, cause: str, said: str) -> str:
+        """A note for the user, which is logged, too, once for each cause."""
+        said = f"{said}. {_REMEDY}"
         with self._lock:
             is_new = cause not in self._told and len(self._told) < _MOST
             self._told.add(cause)
         if is_new:
             _log.warning("%s", said)
+        return said
 
 
 class _Runs:

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -217,7 +217,6 @@ class Activity:
 
 @dataclass(frozen=True)
 class _Task:
-    name: object
     work: Callable[[], object]
     lasts: bool
 
@@ -226,19 +225,16 @@ class WriteBack:
     """A bounded queue of tasks, and one thread that does them. Safe for several threads.
 
     Attributes:
-        dropped: number of tasks that were not queued because the queue was full. A later request
-            that misses the same chunk offers its task again.
         finish_seconds: how long `close` may go on with tasks that wait; 0 drops them.
     """
 
     def __init__(
         self, activity: Activity, capacity: int = _CAPACITY, finish_seconds: float = 0.0
     ) -> None:
-        self.dropped = 0
         self.finish_seconds = finish_seconds
         self._activity, self._capacity = activity, capacity
-        self._tasks: deque[_Task] = deque()
-        self._known: set[object] = set()
+        # By name; the one that is being done stays until it is over.
+        self._tasks: OrderedDict[object, _Task] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
         # Reentrant: the garbage collector may end a request, and so come back, at any point.
@@ -255,6 +251,8 @@ class WriteBack:
     ) -> None:
         """Queue a task. If the queue is full, or closed, the task is dropped.
 
+        A later request that misses the same chunk offers its task again.
+
         Args:
             name: identifies the task; a name that is in the queue already is not added again.
             work: the task.
@@ -264,14 +262,10 @@ class WriteBack:
                 comes before all others.
         """
         with self._changed:
-            if self._is_stopped or name in self._known:
+            if self._is_stopped or name in self._tasks or len(self._tasks) >= self._capacity:
                 return
-            if len(self._known) >= self._capacity:
-                self.dropped += 1
-                return
-            self._known.add(name)
-            place = self._tasks.appendleft if is_begun else self._tasks.append
-            place(_Task(name, work, lasts))
+            self._tasks[name] = _Task(work, lasts)
+            self._tasks.move_to_end(name, last=not is_begun)
             self._changed.notify_all()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
@@ -280,7 +274,7 @@ class WriteBack:
     def drain(self) -> None:
         """Wait until all tasks that were offered so far are done."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._known)
+            self._changed.wait_for(lambda: not self._tasks)
 
     def close(self, finish_seconds: float | None = None) -> None:
         """Finish the running task, then begin waiting ones until the time is over.
@@ -307,12 +301,12 @@ class WriteBack:
         """
         try:
             self._stop()
-            while time.monotonic() < deadline and (task := self._next()) is not None:
-                self._do(task)
+            while time.monotonic() < deadline and (name := self._next()) is not None:
+                self._do(name)
         finally:
             left = 0
-            while (task := self._next()) is not None:
-                self._over(task)
+            while (name := self._next()) is not None:
+                self._over(name)
                 left += 1
             if left and self.finish_seconds:
                 _log.warning(
@@ -332,22 +326,20 @@ class WriteBack:
         if thread is not None:
             join(thread)
 
-    def _next(self) -> _Task | None:
-        """The next task whose result lasts; the others before it are dropped."""
-        while self._tasks:
-            task = self._tasks.popleft()
+    def _next(self) -> object | None:
+        """The name of the next task whose result lasts; the others before it are dropped."""
+        for name, task in list(self._tasks.items()):
             if task.lasts:
-                return task
-            self._over(task)
+                return name
+            self._over(name)
         return None
 
     def _run(self) -> None:
-        while (task := self._taken()) is not None:
-            self._do(task)
-            del task
+        while (name := self._awaited()) is not None:
+            self._do(name)
 
-    def _taken(self) -> _Task | None:
-        """The next task, once no request is under way; None if the thread is to end."""
+    def _awaited(self) -> object | None:
+        """The next task's name, once no request is under way; None if the thread is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._tasks or self._is_stopped, _IDLE_SECONDS)
             if not self._tasks:
@@ -355,23 +347,23 @@ class WriteBack:
                 return None
         self._activity.wait_idle(self._is_ending)
         with self._changed:
-            return None if self._is_ending() else self._tasks.popleft()
+            return None if self._is_ending() else next(iter(self._tasks))
 
     def _is_ending(self) -> bool:
         """Whether waiting tasks are left to `finish`, as when the main thread has ended."""
         return self._is_stopped or not threading.main_thread().is_alive()
 
-    def _do(self, task: _Task) -> None:
+    def _do(self, name: object) -> None:
         try:
-            task.work()
+            self._tasks[name].work()
         except Exception as error:  # such as a full disk; the thread must go on with other tasks
             _log.warning("a chunk could not be encoded in the background: %s", error)
         finally:
-            self._over(task)
+            self._over(name)
 
-    def _over(self, task: _Task) -> None:
+    def _over(self, name: object) -> None:
         with self._changed:
-            self._known.discard(task.name)
+            self._tasks.pop(name, None)
             self._changed.notify_all()
 
 

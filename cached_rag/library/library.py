@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from weakref import WeakMethod, WeakValueDictionary
+from weakref import WeakMethod
 
 import torch
 
@@ -20,7 +20,7 @@ from cached_rag.config import StoreConfig
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
-from cached_rag.kv.database import BRIEFLY_S
+from cached_rag.kv.database import BRIEFLY_S, IN_MEMORY
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.holdings import CATALOG, Removals
 from cached_rag.kv.remote import RemoteTier
@@ -31,60 +31,32 @@ from cached_rag.library.shelf import Refuses, Shelf, Wanted, memory_tiers
 _log = logging.getLogger(__name__)
 # Most tokens of texts that were learned from prompts. A token of a known text takes some 70 bytes.
 LEARNED_TOKENS = 1 << 18
+# Held while a library begins or ceases to use what others know, too.
+_SHARING = threading.Lock()
 
 
 class Known:
-    """What a tenant's engines know: texts, which of them were only learned, what they stood behind.
-
-    Where there is no catalog, all libraries of a tenant know the same.
-    Texts that nobody gave, but prompts repeat, are learned ones. Where there is a catalog, they are
-    marked there, as it knows what other processes were given.
+    """What a tenant's engines know: texts, and what they stood behind.
 
     Attributes:
+        catalog: has all of it on disk; or in memory, where all libraries of a tenant have the same.
         table: all texts.
         encoded_after: what they stood behind, the longest prefix first; of those with the same
             prefix, the one of the highest rank.
         lock: to be held while any of these is changed.
-        undeleted: keys whose KV could not be deleted from the remote tier.
         users: number of libraries that use it.
     """
 
-    def __init__(self, catalog: Catalog | None) -> None:
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
         self.table = ChunkTable()
         self.encoded_after: list[EncodedAfter] = []
         self.lock = threading.Lock()
-        self.undeleted: set[str] = set()
         self.users = 0
-        self._catalog = catalog
-        self._learned: dict[str, None] = {}  # the oldest first, where there is no catalog
-
-    def learned(self) -> list[str]:
-        """The digests of learned texts, the oldest first."""
-        return list(self._learned) if self._catalog is None else self._catalog.learned()
-
-    def learn(self, chunk: ChunkRecord) -> None:
-        """Add a text, and mark it as learned, unless it is known.
-
-        Raises:
-            StoreError: the catalog cannot be written.
-        """
-        if self._catalog is not None:
-            self._catalog.add_chunks([chunk], BRIEFLY_S, learned=True)
-        elif self.table.by_digest(chunk.text_digest) is None:
-            self._learned[chunk.text_digest] = None
-        self.table.add(chunk)
-
-    def unmark(self, text_digests: Collection[str]) -> None:
-        """Mark texts no more, as somebody gave them, or they are forgotten.
-
-        The catalog does that itself.
-        """
-        for text_digest in text_digests:
-            self._learned.pop(text_digest, None)
 
     def surplus(self) -> list[str]:
         """The learned texts that go, so that those that stay have at most `LEARNED_TOKENS`."""
-        learned = self.learned()
+        learned = self.catalog.learned()
         chunks = [self.table.by_digest(name) for name in learned]
         sizes = [0 if chunk is None else len(chunk.token_ids) for chunk in chunks]
         excess, count = sum(sizes) - LEARNED_TOKENS, 0
@@ -93,22 +65,18 @@ class Known:
             count += 1
         return learned[:count]
 
-    def read_behinds(self, catalog: Catalog) -> None:
-        """Take over what is in the catalog; under the lock."""
-        self._stood_behind(EncodedAfter(*row) for row in catalog.prefixes())
-
     def add_behind(self, behind: EncodedAfter) -> None:
         """Add what texts will be encoded behind.
 
         Raises:
             StoreError: the catalog cannot be written.
         """
-        if self._catalog is not None:
-            self._catalog.add_prefix(behind.prefix_ids, behind.context)
+        self.catalog.add_prefix(behind.prefix_ids, behind.context)
         with self.lock:
-            self._stood_behind({*self.encoded_after, behind})
+            self.stand_behind({*self.encoded_after, behind})
 
-    def _stood_behind(self, behinds: Iterable[EncodedAfter]) -> None:
+    def stand_behind(self, behinds: Iterable[EncodedAfter]) -> None:
+        """Take over what texts stood behind; under the lock."""
         self.encoded_after = sorted(
             behinds, key=lambda b: (len(b.prefix_ids), b.rank, b.context), reverse=True
         )
@@ -119,8 +87,7 @@ class Library:
 
     Attributes:
         shelf: has their KV.
-        known: what is known of them; where there is no catalog, all libraries of a tenant have the
-            same.
+        known: what is known of them.
         table: finds them in prompts.
         handed_over: those that are expected in a prompt to come.
     """
@@ -151,13 +118,15 @@ class Library:
         Files that cannot be opened are logged, and nothing is kept on disk; see `check_kept`.
         """
         disk: DiskStore | None = None
-        self._catalog: Catalog | None = None
+        catalog: Catalog | None = None
         self._lost: StoreError | None = None
         if config.path is not None:
+            root, bound = Path(config.path).expanduser(), config.disk_bytes
             try:
-                disk, self._catalog = _opened(Path(config.path).expanduser(), maker, config)
+                disk = DiskStore(root, config.codec, bound, config.signing_key)
+                catalog = Catalog(root / CATALOG, maker, config.namespace)
             except StoreError as error:
-                self._lost = error
+                disk, self._lost = None, error
                 _log.warning("nothing is cached on disk: %s", error)
         self.maker, self.namespace = maker, config.namespace
         self.is_pipelined, self._ttl_seconds = bool(config.pipelined), config.ttl_seconds
@@ -167,32 +136,32 @@ class Library:
         )
         self.handed_over = HandedOver()
         self._shares_memory = beside is not None
-        # By tenants' names: whose memory is shared, and who has no catalog, shares this, too.
-        self._tenants: WeakValueDictionary[str, Known] = (
-            WeakValueDictionary() if beside is None else beside._tenants
-        )
-        known = self._tenants.get(self.namespace) if self._catalog is None else None
-        self.known = Known(self._catalog) if known is None else known
-        self.known.users += 1
-        self._tenants[self.namespace] = self.known
-        self.table = self.known.table
+        # What is known in memory, by the names of tenants.
+        self._tenants: dict[str, Known] = {} if beside is None else beside._tenants
+        with _SHARING:
+            if catalog is not None:
+                self.known = Known(catalog)
+            elif self.namespace in self._tenants:
+                self.known = self._tenants[self.namespace]
+            else:
+                self.known = Known(Catalog(IN_MEMORY, maker, self.namespace))
+                self._tenants[self.namespace] = self.known
+            self.known.users += 1
+        self._catalog, self.table = self.known.catalog, self.known.table
         self._forgotten = None if forgotten is None else WeakMethod(forgotten)
-        self._last_row = 0
+        self._last_row = self._version = 0
         self._generation = self._evictions = self._num_removals = 0
-        self._removals: Removals | None = None
-        self._unwritten: dict[str, ChunkRecord] = {}
-        if self._catalog is not None:
-            self._removals = self._finished(self._catalog)
+        self._removals = self._finished()
         self.refresh(force=True)
 
-    def _finished(self, catalog: Catalog) -> Removals:
+    def _finished(self) -> Removals:
         """The removals of this tenant; those that were interrupted are finished."""
-        shelf = self.shelf
-        far = None if shelf.remote is None else shelf.delete_far
-        removals = Removals(catalog, shelf.delete, far)
-        with shelf.spared():
-            if shelf.remote is not None:
-                removals.note_remote(shelf.remote.label)
+        remote = self.shelf.remote
+        far = None if remote is None else partial(remote.delete, self.namespace)
+        removals = Removals(self._catalog, self.shelf.delete, far)
+        with self.shelf.spared():
+            if remote is not None:
+                removals.note_remote(remote.label)
             removals.finish()
         try:
             removals.finish_far()
@@ -215,13 +184,17 @@ class Library:
         Without files nobody would know any more whose KV it is, so it goes from shared memory.
         """
         self.shelf.close()
-        self.known.users -= 1
-        if self._catalog is not None:
-            if self.shelf.remote is not None:
-                self.shelf.remote.settle(self.namespace)
-            self._catalog.close()
-        elif self._shares_memory and not self.known.users:
+        with _SHARING:
+            self.known.users -= 1
+            if self.known.users:
+                return
+            if self._tenants.get(self.namespace) is self.known:
+                del self._tenants[self.namespace]
+        if self.shelf.remote is not None:
+            self.shelf.remote.settle(self.namespace)
+        if self._shares_memory and self.shelf.disk is None:
             self._drop_from_memory(self.table)
+        self._catalog.close()
 
     def refresh(self, *, force: bool = False) -> None:
         """Take over what other processes added or removed. Cheap if there is nothing new.
@@ -229,27 +202,23 @@ class Library:
         Args:
             force: read the catalog even if it has not changed.
         """
-        if self._catalog is None:
-            return
         gone: list[ChunkRecord] = []
         with self.shelf.spared(), self.known.lock:
-            if not (self._catalog.changed() or force):
+            version = self._catalog.database.version()
+            if version == self._version and not force:
                 return
-            try:
-                gone = self._read(self._catalog)
-            except BaseException:
-                self._catalog.was_not_read()
-                raise
+            gone = self._read()
+            self._version = version
         self._let_go(gone)
 
-    def _read(self, catalog: Catalog) -> list[ChunkRecord]:
+    def _read(self) -> list[ChunkRecord]:
         """Bring the table and the prefixes up to date; returns the chunks that were removed."""
         # All is read before anything is changed: else a failure would lose what was removed.
-        generation, gone = catalog.generation(), list[ChunkRecord]()
+        generation, gone = self._catalog.generation(), list[ChunkRecord]()
         is_new = generation != self._generation
-        known = catalog.text_digests() | self._unwritten.keys() if is_new else frozenset()
-        added = list(catalog.modules(after=self._last_row))
-        self.known.read_behinds(catalog)
+        known = self._catalog.text_digests() if is_new else frozenset()
+        added = list(self._catalog.modules(after=self._last_row))
+        self.known.stand_behind(EncodedAfter(*row) for row in self._catalog.prefixes())
         if is_new:
             gone = [chunk for chunk in self.table if chunk.text_digest not in known]
             self.table.discard(gone)
@@ -273,12 +242,8 @@ class Library:
 
     @property
     def generation(self) -> int:
-        """Changes whenever texts are forgotten in the files, by whichever process."""
-        if self._catalog is None:
-            return 0
-        with self.shelf.spared():
-            return self._catalog.generation() - self._evictions
-        return -1
+        """Changes whenever texts are forgotten, by whichever process."""
+        return self.shelf.spare(lambda: self._catalog.generation() - self._evictions, -1)
 
     def encoded_after(self) -> list[EncodedAfter]:
         """All that chunks were encoded behind, see `Known.encoded_after`."""
@@ -327,29 +292,22 @@ class Library:
         Raises:
             StoreError: the catalog cannot be written.
         """
-        if self._catalog is not None:  # first: `refresh` removes chunks that are not in the catalog
-            self._catalog.add_chunks(chunks)
+        self._catalog.add_chunks(chunks)  # first: `refresh` removes chunks that are not in there
         self._know(chunks)
 
     def register(self, chunks: Sequence[ChunkRecord]) -> None:
         """As `add_chunks`, but never waits long, and never fails.
 
-        Chunks that cannot be written to the catalog now are written when they have KV.
+        Chunks that cannot be written to the catalog now are prefilled as any text.
         """
-        if self._catalog is not None:
-            is_written = False
-            with self.shelf.spared():
-                self._catalog.add_chunks(chunks, BRIEFLY_S)
-                is_written = True
-            if not is_written:
-                self._unwritten |= {chunk.text_digest: chunk for chunk in chunks}
-        self._know(chunks)
+        with self.shelf.spared():
+            self._catalog.add_chunks(chunks, BRIEFLY_S)
+            self._know(chunks)
 
     def _know(self, chunks: Sequence[ChunkRecord]) -> None:
         with self.known.lock:
             for chunk in chunks:
                 self.table.add(chunk)
-            self.known.unmark([chunk.text_digest for chunk in chunks])
 
     def learn(self, chunk: ChunkRecord) -> None:
         """As `register`, for a text that nobody gave, but prompts repeat.
@@ -358,20 +316,17 @@ class Library:
         """
         surplus: list[str] = []
         with self.shelf.spared(), self.known.lock:
-            self.known.learn(chunk)
+            self._catalog.add_chunks([chunk], BRIEFLY_S, learned=True)
+            self.table.add(chunk)
             surplus = self.known.surplus()
         if surplus:
             self._remove(surplus)
             self._evictions += 1  # which the catalog has counted as a removal, too
 
-    def _all_learned(self) -> list[str]:
-        with self.known.lock:
-            return self.known.learned()
-
     def given(self, texts: Sequence[str]) -> set[str]:
         """Those of these texts that are known, and were not only learned."""
         found = {text: chunk for text in texts if (chunk := self.table.get(text)) is not None}
-        learned = set(self._all_learned()) if found else set()
+        learned = set(self._catalog.learned()) if found else set()
         return {text for text, chunk in found.items() if chunk.text_digest not in learned}
 
     def remove(self, text_digests: Collection[str], records: Sequence[ChunkRecord] = ()) -> int:
@@ -392,7 +347,7 @@ class Library:
         if not text_digests:
             return 0
         given = {record.text_digest: record for record in records}
-        return self._remove({*text_digests, *self._all_learned()}, given)
+        return self._remove({*text_digests, *self._catalog.learned()}, given)
 
     def _remove(
         self, text_digests: Collection[str], given: Mapping[str, ChunkRecord] | None = None
@@ -403,28 +358,12 @@ class Library:
                 self.table.by_digest(name) or (given or {}).get(name) for name in text_digests
             ]
             chunks = [record for record in records if record is not None]
-            for text_digest in text_digests:
-                self._unwritten.pop(text_digest, None)
-            self.known.unmark(text_digests)
             self.table.discard(chunks)
         try:
-            if self._removals is not None:
-                return self._removals.remove(text_digests)
-            return self._remove_keys(self._keys(chunks))
+            return self._removals.remove(text_digests)
         finally:
             self.refresh(force=True)
             self._let_go(chunks)
-
-    def _remove_keys(self, keys: Sequence[str]) -> int:
-        """Delete KV where no catalog says what has to go."""
-        gone = sum(map(self.shelf.delete, keys))
-        with self.known.lock:
-            self.known.undeleted.update(keys if self.shelf.remote is not None else ())
-            far = sorted(self.known.undeleted)
-        self.shelf.delete_far(far)
-        with self.known.lock:
-            self.known.undeleted.difference_update(far)
-        return gone
 
     def _deletions(self) -> object:
         """Changes whenever KV is deleted because its text is forgotten, by whichever process."""
@@ -432,12 +371,6 @@ class Library:
 
     def knows(self, text_digest: str) -> bool:
         """Whether a text is a chunk, by the catalog, which may know more than this process."""
-        if self._catalog is None:
-            return self.table.by_digest(text_digest) is not None
-        unwritten = self._unwritten.get(text_digest)
-        if unwritten is not None:
-            self._catalog.add_chunks([unwritten])
-            self._unwritten.pop(text_digest, None)
         return bool(self._catalog.find([text_digest]))
 
     def _keys(self, chunks: Iterable[ChunkRecord]) -> list[str]:
@@ -447,11 +380,8 @@ class Library:
 
     def other_makers(self, chunks: Iterable[ChunkRecord]) -> list[Maker]:
         """Other models, or other dtypes of this one, that have KV of these chunks in the store."""
-        found: list[Maker] = []
-        if self._catalog is not None:
-            with self.shelf.spared():
-                found = self._catalog.makers_of(chunk.text_digest for chunk in chunks)
-        return found
+        texts = [chunk.text_digest for chunk in chunks]
+        return self.shelf.spare(lambda: self._catalog.makers_of(texts), [])
 
     def put(self, behind: EncodedAfter, kv: ModuleKV, text_digest: str | None = None) -> None:
         """Keep KV of a chunk, of a prefix, or of a part of a schema.
@@ -470,7 +400,7 @@ class Library:
 
         if not wanted():
             return
-        if text_digest is None and behind.context and self._catalog is not None:
+        if text_digest is None and behind.context:
             self._catalog.add_other(kv.token_ids, behind.context)
         self.shelf.keep(behind, kv, wanted)
         if self._ttl_seconds is not None:
@@ -512,13 +442,3 @@ class Library:
             elif sources:
                 missing.append(sources)
         self.shelf.bring_ahead(missing)
-
-
-def _opened(root: Path, maker: Maker, config: StoreConfig) -> tuple[DiskStore, Catalog]:
-    bound, secret = config.disk_bytes, config.signing_key
-    disk = DiskStore(root, codec=config.codec, max_bytes=bound, secret=secret)
-    try:
-        return disk, Catalog(root / CATALOG, maker, config.namespace)
-    except BaseException:
-        disk.close()
-        raise

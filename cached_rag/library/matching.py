@@ -124,8 +124,10 @@ class ChunkTable:
     """
 
     def __init__(self) -> None:
-        self._by_anchor: dict[str, _Lengths] = {}
         self._by_digest: dict[str, ChunkRecord] = {}
+        # Ascending lengths of the chunks that begin with the same anchor, and how many have each.
+        self._by_anchor: dict[str, tuple[int, ...]] = {}
+        self._counts = Counter[tuple[str, int]]()
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -146,16 +148,26 @@ class ChunkTable:
         if chunk.text_digest in self._by_digest:
             return
         self._by_digest[chunk.text_digest] = chunk
-        self._by_anchor.setdefault(chunk.anchor, _Lengths()).add(chunk.length)
+        self._count(chunk, 1)
 
     def discard(self, chunks: Iterable[ChunkRecord]) -> None:
         """Remove chunks; unknown ones are ignored."""
         for chunk in chunks:
             if self._by_digest.pop(chunk.text_digest, None) is not None:
-                lengths = self._by_anchor[chunk.anchor]
-                lengths.discard(chunk.length)
-                if not lengths:
-                    del self._by_anchor[chunk.anchor]
+                self._count(chunk, -1)
+
+    def _count(self, chunk: ChunkRecord, change: int) -> None:
+        """Count one chunk more, or less, of its anchor and length."""
+        anchor, length = place = (chunk.anchor, chunk.length)
+        before = self._counts[place]
+        self._counts[place] += change
+        if not before:
+            self._by_anchor[anchor] = tuple(sorted((*self._by_anchor.get(anchor, ()), length)))
+        elif not self._counts[place]:
+            del self._counts[place]
+            self._by_anchor[anchor] = tuple(n for n in self._by_anchor[anchor] if n != length)
+            if not self._by_anchor[anchor]:
+                del self._by_anchor[anchor]
 
     def find(self, text: str) -> Iterator[Match]:
         """Find the chunks in a text: leftmost first, the longest at each place, without overlaps.
@@ -170,7 +182,7 @@ class ChunkTable:
         while begin <= last:
             known = anchors.get(text[begin : begin + ANCHOR])
             step = 1
-            for length in known.up_to(len(text) - begin) if known else ():
+            for length in _up_to(len(text) - begin, known) if known else ():
                 spent += length + _DIGEST_COST
                 if spent > _ALLOWED + begin * _ALLOWED_PER_CHARACTER:
                     spent -= length + _DIGEST_COST
@@ -183,35 +195,9 @@ class ChunkTable:
             begin += step
 
 
-class _Lengths:
-    """The lengths, in characters, of the chunks that begin with the same anchor."""
-
-    __slots__ = ("_ascending", "_counts")
-
-    def __init__(self) -> None:
-        self._counts: Counter[int] = Counter()
-        self._ascending: tuple[int, ...] = ()
-
-    def __len__(self) -> int:
-        return len(self._ascending)
-
-    def up_to(self, room: int) -> Iterator[int]:
-        """The lengths up to `room`, longest first."""
-        ascending = self._ascending
-        return (ascending[i] for i in range(bisect_right(ascending, room) - 1, -1, -1))
-
-    def add(self, length: int) -> None:
-        """Count one more chunk of this length."""
-        self._counts[length] += 1
-        if self._counts[length] == 1:
-            self._ascending = tuple(sorted(self._counts))
-
-    def discard(self, length: int) -> None:
-        """Count one chunk less of this length."""
-        self._counts[length] -= 1
-        if not self._counts[length]:
-            del self._counts[length]
-            self._ascending = tuple(sorted(self._counts))
+def _up_to(room: int, ascending: Sequence[int]) -> Iterator[int]:
+    """The lengths up to `room`, longest first."""
+    return (ascending[i] for i in range(bisect_right(ascending, room) - 1, -1, -1))
 
 
 def record_of(text: str, tokens: Tokens) -> ChunkRecord:
@@ -292,9 +278,9 @@ class Recurring:
     """
 
     def __init__(self, most: int = _MOST) -> None:
-        self._most, self.generation = most, 0
+        self.generation = 0
         # By the digest of a piece, or of two neighbours: that of all before it, when last seen.
-        self._seen: dict[int, int] = {}
+        self._seen: LRUCache[int, int] = LRUCache(most)
         self._lock = threading.RLock()  # as in `WriteBack`
 
     def __len__(self) -> int:
@@ -325,16 +311,10 @@ class Recurring:
         with self._lock:
             runs = list(self._runs(pieces))
             for piece in pieces:
-                self._note(piece)
-            while len(self._seen) > self._most:
-                del self._seen[next(iter(self._seen))]
+                for name in (piece.name, piece.after):
+                    if name is not None:
+                        self._seen[name] = piece.before
         return [found for run in runs for found in _cut(text, tokens, run)]
-
-    def _note(self, piece: _Piece) -> None:
-        for name in (piece.name, piece.after):
-            if name is not None:
-                self._seen.pop(name, None)  # the latest are last
-                self._seen[name] = piece.before
 
     def _runs(self, pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         """Neighbours that recur, and were neighbours before."""

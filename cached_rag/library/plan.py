@@ -178,8 +178,8 @@ class Plan:
         approximate = [place for place in self.placements if not place.is_exact]
         spans = tuple((place.begin, place.end) for place in approximate)
         settled = tuple((place.begin, place.end) for place in approximate if place.is_settled)
-        found = Layout(fresh, exact, spans, num_layers, settled, first_attending=first_attending)
-        return found if ids is None else replace(found, ids=ids)
+        tokens = torch.empty(0, dtype=torch.int64) if ids is None else ids
+        return Layout(fresh, exact, spans, num_layers, settled, tokens, first_attending)
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ def make_plan(
         behinds = encodings.of_chunk(match)
         best = library.shelf.best_encoding(behinds, match.chunk.token_ids, lazy=lazy)
         if best is None and kept is not None:
-            match, best = _harvested(kept, library.namespace, ids, match)
+            match, best = _harvested(kept, library.namespace, ids, match) or (match, None)
         if best is None:
             found.append(match)
             chunks.append((match.chunk.text_digest, match.end))
@@ -328,12 +328,26 @@ def _saves_nothing(first: Placement, *second: Placement) -> bool:
 
 def _harvested(
     kept: Sequences, namespace: str, ids: tuple[int, ...], match: Match
-) -> tuple[Match, tuple[EncodedAfter, LayerSource, Origin] | None]:
-    """A chunk as far as a kept prompt has KV of its tokens, with this KV; None for no KV."""
-    taken = harvested(kept, namespace, ids[match.begin : match.end])
-    if taken is None:
-        return match, None
-    first, kv = taken
+) -> tuple[Match, tuple[EncodedAfter, ModuleKV, Origin]] | None:
+    """A chunk as far as the middle of a kept prompt has KV of its tokens, with this KV.
+
+    A few of its tokens at each end may be others there, where they merged with other neighbours.
+    """
+    wanted = np.asarray(ids[match.begin : match.end], dtype=np.int64)
+    # What is left has to be most of the text, or else a phrase of any prompt would be taken for it.
+    trim = MAX_TRIM if len(wanted) > 8 * MAX_TRIM else 0
+    inner = wanted[trim : len(wanted) - trim]
+    found = kept.containing(namespace, inner)
+    if found is None:
+        return None
+    sequence, slot = found
+    exact = sequence.ids[: sequence.exact_length]
+    end = slot + len(inner)
+    first = trim - common(wanted[:trim][::-1], exact[:slot][::-1])
+    more = common(wanted[len(wanted) - trim :], exact[end:])
+    kv = sequence.piece(slot - trim + first, end + more)
+    if kv is None:
+        return None
     begin = match.begin + first
     whole = replace(match, begin=begin, end=begin + kv.seq_len, offset=0)
     return whole, (HARVESTED, kv, Origin("harvest"))
@@ -354,31 +368,3 @@ def _head(
             part = kv.slice(0, length)
             return [Placement(0, part, is_exact=True, is_chunk=False, origin=origin)]
     return []
-
-
-def harvested(
-    kept: Sequences, namespace: str, token_ids: Sequence[int]
-) -> tuple[int, ModuleKV] | None:
-    """KV of a chunk's tokens from the middle of a kept prompt.
-
-    Args:
-        token_ids: the chunk's tokens, as the prompt to be answered has them. A few of them at each
-            end may be others in the kept prompt, where they merged with other neighbours.
-
-    Returns:
-        The index of the first token that has KV, and the KV; None if there is none.
-    """
-    wanted = np.asarray(token_ids, dtype=np.int64)
-    # What is left has to be most of the text, or else a phrase of any prompt would be taken for it.
-    trim = MAX_TRIM if len(wanted) > 8 * MAX_TRIM else 0
-    inner = wanted[trim : len(wanted) - trim]
-    found = kept.containing(namespace, inner)
-    if found is None:
-        return None
-    sequence, slot = found
-    exact = sequence.ids[: sequence.exact_length]
-    end = slot + len(inner)
-    first = trim - common(wanted[:trim][::-1], exact[:slot][::-1])
-    more = common(wanted[len(wanted) - trim :], exact[end:])
-    kv = sequence.piece(slot - trim + first, end + more)
-    return None if kv is None else (first, kv)

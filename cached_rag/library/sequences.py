@@ -165,7 +165,8 @@ class Sequences:
     def nbytes(self) -> int:
         """Bytes of the KV that is kept; KV that sequences share counts once."""
         with self._lock:
-            return _nbytes(self._kept)
+            buffers = {id(run.buffer): run.buffer for one in self._kept for run in one.runs}
+            return sum(buffer.nbytes for buffer in buffers.values())
 
     def clear(self) -> None:
         """Drop all sequences, of all tenants."""
@@ -388,8 +389,3 @@ def _worthwhile(one: PromptKV, ids: Ids, repair: str, exact: int) -> int:
 def _held(one: PromptKV) -> dict[Hashable, tuple[int, int]]:
     """See `least_worth`."""
     return {id(run.buffer): (len(run), run.buffer.nbytes) for run in one.runs}
-
-
-def _nbytes(sequences: Iterable[PromptKV]) -> int:
-    buffers = {id(run.buffer): run.buffer for one in sequences for run in one.runs}
-    return sum(buffer.nbytes for buffer in buffers.values())

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from cachetools import LRUCache
@@ -26,6 +27,7 @@ from cached_rag.kv.remote import HEADS_S, RemoteTier
 from cached_rag.kv.tiers import IsWanted, MemoryStore, Outbox, Prefetcher, TieredStore
 from cached_rag.library.matching import EncodedAfter
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 # Of how many modules that were brought into memory ahead it is remembered where they came from.
 _AHEAD = 4096
@@ -112,6 +114,12 @@ class Shelf:
                 self._told.add(str(error))
                 _log.warning("KV is computed anew, because the cache failed: %s", error)
 
+    def spare(self, ask: Callable[[], _T], otherwise: _T) -> _T:
+        """What `ask` gives; `otherwise` if the store fails, see `spared`."""
+        with self.spared():
+            return ask()
+        return otherwise
+
     def key(self, behind: EncodedAfter, token_ids: Sequence[int]) -> str:
         """The key under which the store has the KV of these tokens, encoded behind that."""
         return module_key(
@@ -123,9 +131,7 @@ class Shelf:
 
         False if the store fails.
         """
-        with self.spared():
-            return self.key(behind, token_ids) in self.store
-        return False
+        return self.spare(lambda: self.key(behind, token_ids) in self.store, False)
 
     def keep(self, behind: EncodedAfter, kv: ModuleKV, wanted: IsWanted) -> None:
         """Put KV into all tiers; into the remote one in the background.
@@ -145,15 +151,6 @@ class Shelf:
         """Delete KV from this machine; says whether there was any."""
         self._to_disk.drop([key])
         return self.store.delete(key)
-
-    def delete_far(self, keys: Sequence[str]) -> None:
-        """Delete KV from the remote tier, if there is one.
-
-        Raises:
-            StoreError: it may still be there.
-        """
-        if self.remote is not None:
-            self.remote.delete(self.namespace, keys)
 
     def tell(self, behind: EncodedAfter) -> None:
         """Have other machines look for KV that was encoded behind that."""
@@ -186,9 +183,7 @@ class Shelf:
 
     def store_bytes(self) -> int:
         """Bytes of KV in this machine's slowest tier; 0 if its index cannot be read (logged)."""
-        with self.spared():
-            return self.store.nbytes
-        return 0
+        return self.spare(lambda: self.store.nbytes, 0)
 
     def fetch(self, behind: EncodedAfter, token_ids: Sequence[int]) -> ModuleKV | None:
         """KV of these tokens; None if there is none, or it cannot be read (which is logged).
@@ -199,18 +194,13 @@ class Shelf:
 
     def _fetch(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         self._prefetcher.wait((key,))
-        self._to_disk.settle(key)
         return self._get(key, token_ids)
 
     def _get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
-        with self.spared():
-            return self.store.get(key, token_ids)
-        return None
+        return self.spare(lambda: self.store.get(key, token_ids), None)
 
     def _open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
-        with self.spared():
-            return self.store.open(key, token_ids)
-        return None
+        return self.spare(lambda: self.store.open(key, token_ids), None)
 
     def best_encoding(
         self, behinds: Sequence[EncodedAfter], token_ids: Sequence[int], *, lazy: bool

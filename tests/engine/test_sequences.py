@@ -221,11 +221,10 @@ def test_write_back_waits_for_requests_and_drops_what_is_too_much():
         work.offer(name, lambda name=name: done.append(name))
     time.sleep(0.05)
     assert not done  # a request is under way
-    assert work.dropped >= 3
     activity.end(asked)
     activity.end(asked)  # twice does no harm
     work.drain()
-    assert done[:2] == ["a", "b"]
+    assert done == ["a", "b"]
     work.offer("bad", lambda: 1 / 0)
     work.offer("good", lambda: done.append("good"))
     work.drain()

@@ -168,7 +168,7 @@ def test_what_fits_nowhere_is_refused_and_nothing_leaves(tmp_path):
         disk.put("0" * 40, module(0))
         large = torch.zeros(1, 1, 1, 4000)
         with pytest.raises(StoreFullError):
-            disk.put("1" * 40, ModuleKV((1,), 0, large, large))
+            disk.put("1" * 40, ModuleKV((1,), 0, large, large.clone()))
         assert held(disk, [0]) == {0}
 
 
