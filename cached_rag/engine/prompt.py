@@ -213,6 +213,12 @@ class Prefilling:
         return np.asarray(self.tokens.ids, dtype=np.int64)
 
     @property
+    def rows(self) -> torch.Tensor:
+        """(num_rows,) int64 slots that were computed in every layer."""
+        assert self.coverage is not None
+        return self.coverage.rows
+
+    @property
     def namespace(self) -> str:
         """The tenant whose KV this prompt may use."""
         return self.resources.library.namespace

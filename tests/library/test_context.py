@@ -187,7 +187,7 @@ def test_an_engine_encodes_behind_as_many_primers_as_it_is_told():
         once = len(engine.tokenization.literal(CHUNKS[0]).ids)
         assert engine.encode(CHUNKS[:1], context=engine.primer).tokens == 2 * once
     for wrong in (0, 4):
-        with pytest.raises(ConfigError, match="1 to 3 primers"):
+        with pytest.raises(ConfigError, match="primers must be 1 to 3"):
             StoreConfig(primers=wrong)
 
 
