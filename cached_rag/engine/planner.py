@@ -149,7 +149,7 @@ class TextPlanner:
                 "prompts that contained them (harvest), as they are not encoded yet"
             )
         if self.learning.write_back is not None:
-            report.missed_tokens = sum(len(chunk.token_ids) for chunk in missed.values())
+            report.missed_tokens = sum(chunk.num_tokens for chunk in missed.values())
         return tokens, plan.taking(takes)
 
     def _explain(self, plan: Plan, report: Report) -> None:

@@ -68,28 +68,44 @@ DROP_NEEDLESS = "DELETE FROM encodings WHERE " + " AND ".join(
 )
 _MODULES = f"SELECT {_SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
 _PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
+# Modules that are read at a time: an index may have more than fit memory as rows.
+_PAGE = 10_000
 # What a text was encoded behind: the tokens of a prefix, and the name of a context.
 Behind = tuple[tuple[int, ...], str]
 _ALONE: Behind = ((), "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """A text that is a module.
+    """A text that is a module. Processes know all modules of an index, so it is kept small.
 
     Attributes:
         text_digest: digest of the text.
         anchor: the text's first 32 characters.
         length: the text's length in characters.
-        token_ids: the text's tokens, when it is tokenised alone.
-        token_starts: for each token, the character of the text at which it begins.
+        ids, starts: `token_ids` and `token_starts`, packed.
     """
 
     text_digest: str
     anchor: str
     length: int
-    token_ids: tuple[int, ...]
-    token_starts: tuple[int, ...]
+    ids: bytes
+    starts: bytes
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The text's tokens, when it is tokenised alone."""
+        return unpack(self.ids)
+
+    @property
+    def token_starts(self) -> tuple[int, ...]:
+        """For each token, the character of the text at which it begins."""
+        return unpack(self.starts)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has."""
+        return len(self.ids) // array("i").itemsize
 
 
 @dataclass(frozen=True)
@@ -217,16 +233,7 @@ class Catalog:
             learned: nobody gave them; they are marked so unless they are modules already. Else
                 they lose that mark.
         """
-        found = [
-            (
-                record.text_digest,
-                record.anchor,
-                record.length,
-                pack(record.token_ids),
-                pack(record.token_starts),
-            )
-            for record in records
-        ]
+        found = [(r.text_digest, r.anchor, r.length, r.ids, r.starts) for r in records]
         if not found:
             return
         rows = [(*self._scope, *values, row_sum(*values)) for values in found]
@@ -257,9 +264,11 @@ class Catalog:
 
     def modules(self, after: int = 0) -> Iterator[tuple[int, ChunkRecord]]:
         """(row number, record) of all modules that were added after a row, in order."""
-        query = f"{_MODULES} AND id > ? ORDER BY id"
-        for row in self.database.sound(self.database.rows(query, *self._scope, after)):
-            yield int(str(row[0])), _record(row)
+        query = f"{_MODULES} AND id > ? ORDER BY id LIMIT {_PAGE}"
+        while rows := self.database.rows(query, *self._scope, after):
+            for row in self.database.sound(rows):
+                yield int(str(row[0])), _record(row)
+            after = int(str(rows[-1][0]))
 
     def text_digests(self) -> set[str]:
         """Digests of all texts that are modules."""
@@ -340,7 +349,8 @@ def _put(table: str, key: str, columns: str) -> str:
 
 def _record(row: Row) -> ChunkRecord:
     _, text_digest, anchor, length, ids, starts, _ = row
-    return ChunkRecord(str(text_digest), str(anchor), int(str(length)), unpack(ids), unpack(starts))
+    packed = bytes(ids), bytes(starts)  # type: ignore[call-overload]
+    return ChunkRecord(str(text_digest), str(anchor), int(str(length)), *packed)
 
 
 def inner_ids(token_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -229,7 +229,7 @@ class Encoder:
         new = [record for record, text in records if text not in given]
         if new:
             self.library.register(new)
-        return sum(len(record.token_ids) for record, _ in records)
+        return sum(record.num_tokens for record, _ in records)
 
     def records_of(self, texts: Iterable[str]) -> list[ChunkRecord]:
         """The records of texts, known or not; texts that cannot be chunks have none."""

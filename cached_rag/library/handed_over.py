@@ -127,7 +127,7 @@ class HandedOver:
         same = sum(part.end - part.begin for part in parts)
         said = (
             f"a retrieved text ({_shown(text)}) is not in the prompt as it was retrieved: "
-            f"{same} of its {len(chunk.token_ids)} tokens are in it"
+            f"{same} of its {chunk.num_tokens} tokens are in it"
         )
         last = first.offset + first.end - first.begin
         mine = text[chunk.token_starts[last] :] if last < len(chunk.token_starts) else ""

@@ -58,7 +58,7 @@ class Known:
         """The learned texts that go, so that those that stay have at most `LEARNED_TOKENS`."""
         learned = self.catalog.learned()
         chunks = [self.table.by_digest(name) for name in learned]
-        sizes = [0 if chunk is None else len(chunk.token_ids) for chunk in chunks]
+        sizes = [0 if chunk is None else chunk.num_tokens for chunk in chunks]
         excess, count = sum(sizes) - LEARNED_TOKENS, 0
         while excess > 0:
             excess -= sizes[count]

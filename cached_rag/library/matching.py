@@ -25,7 +25,7 @@ from cachetools import LRUCache
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from cached_rag.backends.prompt_text import Span, Tokens
-from cached_rag.kv.catalog import MAX_TRIM, ChunkRecord
+from cached_rag.kv.catalog import MAX_TRIM, ChunkRecord, pack
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import MEAN
 
@@ -210,8 +210,8 @@ def record_of(text: str, tokens: Tokens) -> ChunkRecord:
         text_digest=digest(text),
         anchor=text[:ANCHOR],
         length=len(text),
-        token_ids=tuple(tokens.ids),
-        token_starts=tuple(tokens.starts),
+        ids=pack(tokens.ids),
+        starts=pack(tokens.starts),
     )
 
 

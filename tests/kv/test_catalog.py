@@ -8,13 +8,13 @@ import pytest
 from test_stores import key, module
 
 from cached_rag.kv import holdings
-from cached_rag.kv.catalog import Catalog, ChunkRecord
+from cached_rag.kv.catalog import Catalog, ChunkRecord, pack
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.holdings import Removals
 
 
 def record(n):
-    return ChunkRecord(f"digest {n}", f"anchor {n}", n, (n, n + 1), (0, 3))
+    return ChunkRecord(f"digest {n}", f"anchor {n}", n, pack((n, n + 1)), pack((0, 3)))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from test_stores import key, module, same
 from cached_rag import CachedRAGError, StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv import database
-from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
+from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker, pack
 from cached_rag.kv.database import LAYOUT, Database
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.holdings import Removals
@@ -375,7 +375,7 @@ def test_nothing_of_deleted_rows_is_left_where_they_once_were(tmp_path, monkeypa
 
 def test_who_may_only_read_sees_what_the_owner_writes(tmp_path, monkeypatch):
     def text(number):
-        return ChunkRecord(f"d{number}", "anchor", 40, tuple(range(500)), tuple(range(500)))
+        return ChunkRecord(f"d{number}", "anchor", 40, pack(range(500)), pack(range(500)))
 
     def owner():
         return closing(Catalog(tmp_path / "catalog.sqlite", "model"))

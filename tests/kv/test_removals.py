@@ -14,7 +14,7 @@ from cached_rag import StoreConfig
 from cached_rag.errors import StoreError
 from cached_rag.kv import holdings
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
+from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker, pack
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.holdings import Removals
 from cached_rag.kv.remote import open_remote
@@ -27,7 +27,7 @@ TEXTS = [f"{number} {'x' * 40}" for number in range(3)]
 
 def record(number: int) -> ChunkRecord:
     text, ids = TEXTS[number], tuple(range(number, number + 8))
-    return ChunkRecord(digest(text), text[:32], len(text), ids, tuple(range(8)))
+    return ChunkRecord(digest(text), text[:32], len(text), pack(ids), pack(range(8)))
 
 
 def kv(number: int) -> ModuleKV:
