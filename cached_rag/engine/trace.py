@@ -168,6 +168,12 @@ class Coverage:
         """Note (num_rows,) slots, all of tokens with KV, that were computed again."""
         self.kinds[rows.cpu().numpy()] = _KINDS.index(Kind.REPAIRED)
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """(num_rows,) int64 slots of the tokens that were computed in every layer."""
+        whole = [_KINDS.index(kind) for kind in (Kind.COMPUTED, Kind.REPAIRED)]
+        return torch.from_numpy(np.flatnonzero(np.isin(self.kinds, whole)))
+
     def trace(self, source: TraceSource) -> Trace:
         """The readable record."""
         tokens, text = source.tokens, source.text
