@@ -12,11 +12,10 @@ from __future__ import annotations
 import contextlib
 import io
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import takewhile
 
 import torch
 
@@ -44,7 +43,7 @@ class OrderRow:
 
     Attributes:
         method: one of this library's, or `llama-server`, which keeps the last prompt's beginning.
-        right, f1: of the answers.
+        right, f1: of the answers; None for the server, which is timed to its first token only.
         from_earlier: share of the prompts' tokens whose KV earlier prompts left; None where it is
             not told.
         charged: share of (token, layer) pairs that were computed; None likewise.
@@ -54,8 +53,8 @@ class OrderRow:
     method: str
     order: str
     questions: int
-    right: float
-    f1: float
+    right: float | None
+    f1: float | None
     from_earlier: float | None
     charged: float | None
     ttft_ms: float
@@ -63,9 +62,9 @@ class OrderRow:
 
 @dataclass(frozen=True)
 class _Said:
-    text: str
     ttft_ms: float
     tokens: int
+    text: str | None = None
     kept: int | None = None
     charged: float | None = None
 
@@ -91,7 +90,7 @@ def bench_order(
         methods: of this library, and `llama-server` for llama.cpp's server with the same file.
     """
     embedder, store = Embedder(), StoreConfig(path=folder, sequence_disk_bytes=0)
-    found: dict[tuple[str, str], list[tuple[_Said, float, float]]] = {}
+    found: dict[tuple[str, str], list[tuple[_Said, Example]]] = {}
     with ExitStack() as opened:
         asks: dict[tuple[str, str], _Asks] = {}
         for method in methods:
@@ -99,15 +98,13 @@ def bench_order(
                 engine = opened.enter_context(Engine(model, store))
                 chats = _CHATS[order](engine)
                 if method == SERVER:
-                    asks[method, order] = _of_server(name, engine, chats, new_tokens, opened)
+                    asks[method, order] = _of_server(name, engine, chats, opened)
                 else:
                     asks[method, order] = _of_engine(engine, chats, method, new_tokens)
         for one in examples:
             texts = _ranked(embedder, one)
             for variant, ask in asks.items():
-                said = ask(one.question, texts)
-                scores = right(said.text, one.answers), f1(said.text, one.answers)
-                found.setdefault(variant, []).append((said, *scores))
+                found.setdefault(variant, []).append((ask(one.question, texts), one))
     return [_row(method, order, rows) for (method, order), rows in found.items()]
 
 
@@ -166,9 +163,9 @@ def _of_engine(engine: Engine, chats: _Chats, method: str, new_tokens: int) -> _
         engine.write_back.drain()
         report = answer.report
         return _Said(
-            answer.text,
             report.ttft_ms,
             report.prompt_tokens,
+            answer.text,
             report.kept_tokens,
             report.charged_recompute,
         )
@@ -176,10 +173,8 @@ def _of_engine(engine: Engine, chats: _Chats, method: str, new_tokens: int) -> _
     return ask
 
 
-def _of_server(
-    model: str, engine: Engine, chats: _Chats, new_tokens: int, opened: ExitStack
-) -> _Asks:
-    """llama.cpp's server; the engine only makes the prompts."""
+def _of_server(model: str, engine: Engine, chats: _Chats, opened: ExitStack) -> _Asks:
+    """llama.cpp's server, which is timed to its first token; the engine only makes the prompts."""
     server = LlamaServer(gguf_file(model), _MOST_TOKENS, torch.get_num_threads())
     opened.callback(server.close)
     prompts = Prompts(engine, _SYSTEM)
@@ -187,10 +182,8 @@ def _of_server(
     def ask(question: str, texts: Sequence[str]) -> _Said:
         rendered = prompts.rendered(chats(question, texts))
         tokens, _ = engine.plan(rendered, "full", Report("full"))
-        sample = server.answer(Question(rendered, tuple(tokens.ids)), new_tokens)
-        told = takewhile(lambda token: token not in engine.model.eos_ids, sample.token_ids)
-        text = engine.model.tokenizer.decode(list(told))
-        return _Said(text, sample.ttft_ms, len(tokens.ids))
+        sample = server.answer(Question(rendered, tuple(tokens.ids)), 1)
+        return _Said(sample.ttft_ms, len(tokens.ids))
 
     return ask
 
@@ -202,17 +195,22 @@ def _ranked(embedder: Embedder, one: Example) -> list[str]:
     return [chunk for _, chunk in sorted(zip(nearness, one.chunks, strict=True), reverse=True)]
 
 
-def _row(method: str, order: str, rows: Sequence[tuple[_Said, float, float]]) -> OrderRow:
-    said, rights, scores = zip(*rows, strict=True)
+def _row(method: str, order: str, rows: Sequence[tuple[_Said, Example]]) -> OrderRow:
+    said = [one for one, _ in rows]
     kept = [one.kept for one in said if one.kept is not None]
-    charged = [one.charged for one in said if one.charged is not None]
     return OrderRow(
         method,
         order,
         len(rows),
-        statistics.fmean(rights),
-        statistics.fmean(scores),
+        _mean(right(one.text, asked.answers) for one, asked in rows if one.text is not None),
+        _mean(f1(one.text, asked.answers) for one, asked in rows if one.text is not None),
         sum(kept) / sum(one.tokens for one in said) if kept else None,
-        statistics.fmean(charged) if charged else None,
+        _mean(one.charged for one in said if one.charged is not None),
         statistics.median(one.ttft_ms for one in said),
     )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    """The mean; None if there is none."""
+    found = list(values)
+    return statistics.fmean(found) if found else None

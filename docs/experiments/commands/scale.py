@@ -25,7 +25,7 @@ def scale(
     codec: Annotated[str, typer.Option(help="How KV is kept, if it is measured.")] = "raw",
     chunks: Annotated[
         str, typer.Option(help="Numbers of chunks, comma-separated.")
-    ] = "1e4,1e5,1e6,1e7,1e8",
+    ] = "1e4,1e5,1e6,1e7,1e8,1e9",
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 256,
     workers: Annotated[int, typer.Option(min=1, help="How many workers prefill.")] = 16,
     worker_hour: Annotated[float, typer.Option(help="Dollars for a worker for an hour.")] = 0.1,
