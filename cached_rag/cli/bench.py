@@ -138,17 +138,15 @@ def bench_command(
 ) -> None:
     """Time to the first token, and of whole answers, by each method, in one run."""
     from cached_rag.evaluation.machine import machine
-    from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ingest, bench_ttft
+    from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ingest, bench_ttft, configs_of
 
     sizes = {"modules": asked.chunks, "module_tokens": asked.chunk_tokens}
     with cached_rag.Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         rows = bench_ttft(
             engine,
+            configs_of(options.names(asked.methods), asked.ratio, asked.new_tokens),
             **sizes,
             question_tokens=asked.question_tokens,
-            methods=options.names(asked.methods),
-            ratio=asked.ratio,
-            new_tokens=asked.new_tokens,
             repeats=asked.repeats,
         )
         encoding = bench_ingest(engine, **sizes)

@@ -179,28 +179,48 @@ class TtftRow:
     total_ms: float | None = None
 
 
+def configs_of(
+    methods: Sequence[str], ratio: float = 0.15, new_tokens: int = 1
+) -> dict[str, GenerationConfig]:
+    """`full` and these methods as settings, by name, for answers of so many tokens without drafts.
+
+    Args:
+        ratio: share of cached tokens to recompute; a method with one of its own, such as `auto`,
+            keeps it.
+
+    Raises:
+        ConfigError: an unknown method, or a number out of range.
+    """
+    return {
+        method: GenerationConfig(
+            method=method,
+            recompute_ratio=None if has_own_ratio(method) else ratio,
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            drafts=False,
+        )
+        for method in ("full", *methods)
+    }
+
+
 def bench_ttft(
     engine: Engine,
+    configs: Mapping[str, GenerationConfig],
     *,
     modules: int = 8,
     module_tokens: int = 512,
     question_tokens: int = 32,
-    methods: Sequence[str] = ("reuse", "cacheblend"),
-    ratio: float = 0.15,
-    new_tokens: int = 1,
     repeats: int = 5,
 ) -> list[TtftRow]:
     """Encode a document's chunks as an index does, and time every method on a prompt of them.
 
-    Every answer has `new_tokens` tokens, and is decoded without drafts. The first row,
-    `transformers`, is the model's own forward pass on the same ids; then come `full` and `methods`.
-    A method with a ratio of its own, such as `auto`, keeps it.
+    The first row, `transformers`, is the model's own forward pass on the same ids; then come those
+    of `configs_of`.
 
     Raises:
-        ConfigError: a count below 1, an unknown method, or an engine that keeps finished prompts.
+        ConfigError: a count below 1, or an engine that keeps finished prompts.
     """
     check_prompts_are_new(engine)
-    configs = {name: _config(name, ratio, new_tokens) for name in dict.fromkeys(["full", *methods])}
     contexts = (engine.primer, None)
     prompt, _ = make_prompt(engine, modules, module_tokens, question_tokens, contexts)
     ids = torch.tensor([engine.prefill(prompt, configs["full"]).tokens.ids])
@@ -213,16 +233,6 @@ def bench_ttft(
         TtftRow(name, ids.shape[1], speedup=full / figures["ttft_ms"], **figures)
         for name, figures in found.items()
     ]
-
-
-def _config(method: str, ratio: float, new_tokens: int) -> GenerationConfig:
-    return GenerationConfig(
-        method=method,
-        recompute_ratio=None if has_own_ratio(method) else ratio,
-        max_tokens=new_tokens,
-        ignore_eos=True,
-        drafts=False,
-    )
 
 
 def _asked(engine: Engine, prompt: str, config: GenerationConfig) -> dict[str, float]:

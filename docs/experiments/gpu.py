@@ -23,6 +23,7 @@ from cached_rag.config import GenerationConfig
 from cached_rag.evaluation.timing import (
     NEW_PROMPTS,
     bench_ttft,
+    configs_of,
     make_prompt,
     make_texts,
     medians,
@@ -83,9 +84,9 @@ def first_tokens(model: LanguageModel, sizes: Sizes) -> Iterator[Sequence[Any]]:
         with Engine(model, NEW_PROMPTS) as engine:
             yield bench_ttft(
                 engine,
+                configs_of(METHODS),
                 modules=chunks,
                 module_tokens=sizes.chunk_tokens,
-                methods=METHODS,
                 repeats=sizes.repeats,
             )
 

@@ -22,7 +22,7 @@ from cached_rag.backends.transformers.loading import load_model
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ModelError
-from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ttft, medians
+from cached_rag.evaluation.timing import NEW_PROMPTS, bench_ttft, configs_of, medians
 
 _MODULES, _MODULE_TOKENS, _QUESTION, _DECODED = 8, 256, 32, 32
 
@@ -74,10 +74,10 @@ def bench_model(
     with Engine(model, NEW_PROMPTS) as engine:
         timed = bench_ttft(
             engine,
+            configs_of(["auto"]),
             modules=_MODULES,
             module_tokens=min(_MODULE_TOKENS, model.context_length // (_MODULES + 2)),
             question_tokens=_QUESTION,
-            methods=["auto"],
             repeats=repeats,
         )
         decoding = medians({"decode": lambda: _decode(engine)}, repeats)["decode"]

@@ -9,7 +9,7 @@ from cached_rag import ConfigError, Engine, GenerationConfig, Import, Report, Sc
 from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.measure import read
 from cached_rag.evaluation.run import EncodedEngines
-from cached_rag.evaluation.timing import bench_ttft
+from cached_rag.evaluation.timing import bench_ttft, configs_of
 from cached_rag.library.encode import EncodeSummary
 from docs.experiments.comparison import summarise_comparison
 from docs.experiments.lengths import bench_prompt
@@ -23,7 +23,7 @@ def test_nothing_is_measured_on_prompts_that_may_have_been_kept():
     config = GenerationConfig(max_tokens=1)
     with Engine(tiny_model("llama")) as engine:
         for measure in (
-            lambda: bench_ttft(engine, modules=1, module_tokens=8, question_tokens=4),
+            lambda: bench_ttft(engine, configs_of([]), modules=1, module_tokens=8),
             lambda: bench_traffic(engine, [((CHUNKS[0],), "Why?")]),
             lambda: bench_prompt(engine, schema.prompt(Import("a"))),
             lambda: read(engine, prompt, config, None),
