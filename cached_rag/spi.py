@@ -108,7 +108,7 @@ _PLACES = {
         "checked",
         "template_head",
     ),
-    "grammar.tools": ("ToolCall",),
+    "grammar.call_form": ("ToolCall",),
     "library.encode": ("EncodeSummary",),
     "kv.disk": ("Handoff",),
     "library.ledger": ("Ledger",),
