@@ -159,8 +159,8 @@ def formatted(number: float, code: str) -> str:
     with localcontext() as context:
         context.rounding = ROUND_HALF_UP
         said = f"{value:0{width}{comma}.{places}f}"
-    if decimals.endswith(("#", "?")):
-        said = said.rstrip("0").removesuffix(".")
+    always = len(said) - places + len(decimals.rstrip("#?"))  # behind it, zeros are left out
+    said = (said[:always] + said[always:].rstrip("0")).removesuffix(".")
     spelled = _BESIDE.sub(lambda beside: "".join(text or "" for text in beside.groups()), section)
     before, _, behind = spelled.partition(found[0])
     sign = "-" if number < 0 and not is_own else ""

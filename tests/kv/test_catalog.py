@@ -34,6 +34,12 @@ def test_modules_come_in_order_and_once(catalogs):
     assert [r for _, r in reader.modules(after=rows[-1][0])] == [record(3)]
 
 
+def test_many_modules_are_read_in_pieces_without_a_gap(catalogs):
+    writer, reader = catalogs
+    writer.add_chunks(map(record, range(10_003)))
+    assert [found.length for _, found in reader.modules()] == list(range(10_003))
+
+
 def test_changes_by_others_are_noticed_once(catalogs):
     writer, reader = catalogs
     before = [one.database.version() for one in (reader, writer)]
