@@ -20,8 +20,10 @@ from cached_rag.backends.transformers import packing
 from cached_rag.backends.transformers.groups import GROUP, Groups, from_blocks, grouped, joined
 from cached_rag.backends.transformers.packing import (
     FewBitLinear,
+    HalfLinear,
     Int4Linear,
     Int8Linear,
+    fits_half,
     formats,
     in_bytes,
     pack,
@@ -104,12 +106,39 @@ def test_in_fp32_the_kernel_for_bytes_is_not_called(monkeypatch):
 
 
 def test_many_rows_use_dense_weights_where_there_are_any():
-    groups = grouped(torch.randn(16, 32))
-    layer = Int4Linear(groups, torch.bfloat16, None, torch.zeros(16, 32))
-    assert layer(torch.randn(layer.few_rows, 32)).any()
-    assert not layer(torch.randn(layer.few_rows + 1, 32)).any()
-    exact = Int4Linear(groups, torch.float32, None, torch.zeros(16, 32))
+    groups, zero = grouped(torch.randn(16, 32)), nn.Linear(32, 16, bias=False)
+    nn.init.zeros_(zero.weight)
+    for dense in (zero, HalfLinear(zero.weight, None)):
+        layer = Int4Linear(groups, torch.bfloat16, None, dense)
+        assert layer(torch.randn(layer.few_rows, 32)).any()
+        assert not layer(torch.randn(layer.few_rows + 1, 32)).any()
+    exact = Int4Linear(groups, torch.float32, None, zero)
     assert not exact(torch.randn(1, 32)).any()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_in_fp16_are_sixteen_times_as_exact_as_in_bf16(has_bias, rows):
+    weights, bias = torch.randn(51, 70), torch.randn(51) if has_bias else None
+    hidden = torch.randn(2, rows, 70)
+    found, expected = HalfLinear(weights, bias)(hidden), F.linear(hidden, weights, bias)
+    assert found.shape == expected.shape
+    assert torch.allclose(found, F.linear(hidden, weights.half().float(), bias), atol=TOLERANCE)
+    coarse = F.linear(hidden, weights.bfloat16().float(), bias)
+    assert (found - expected).norm() < (coarse - expected).norm() / 5
+    exact = weights.bfloat16().float()  # as most models are published
+    assert torch.allclose(
+        HalfLinear(exact, bias)(hidden), F.linear(hidden, exact, bias), atol=TOLERANCE
+    )
+
+
+def test_weights_that_fp16_has_no_room_for_stay_in_fp32():
+    weights = torch.randn(16, 32)
+    assert fits_half(weights)
+    assert fits_half(weights * 1e-3)
+    assert not fits_half(weights * 1e-6)  # fp16 has few digits there
+    weights[3, 5] = 1e5
+    assert not fits_half(weights)
 
 
 def test_few_bits_are_read_in_bf16_for_a_model_in_fp32():
@@ -135,6 +164,47 @@ def test_where_fp32_is_fastest_few_bits_are_read_in_bf16_unless_fp32_is_asked_fo
         assert {part.scales_dtype for part in parts if isinstance(part, FewBitLinear)} == {wanted}
         assert model.shapes.dtype == torch.float32
     assert models[0].fingerprint != models[1].fingerprint
+
+
+@pytest.fixture
+def without_bf16(monkeypatch):
+    """As on a CPU that computes in fp32, where nobody asks for a dtype."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("torch has no such kernel for this processor")
+    monkeypatch.setattr(
+        "cached_rag.backends.transformers.loading.fastest_dtype", lambda _: torch.float32
+    )
+
+
+@pytest.mark.parametrize(
+    ("weights", "found"),
+    [
+        ("as stored", {"int4": 4, "fp16": 5}),
+        ("int8", {"fp16": 9}),
+        ("int4", {"int4": 8, "fp16": 1}),
+    ],
+)
+def test_without_bf16_dense_weights_are_in_fp16(file, weights, found, without_bf16):
+    model = load_model(file, device="cpu", weights=weights)
+    assert formats(model.decoder.network) == found
+    exact = loaded(file, weights)
+    kv, own_kv = answers(model)[1], answers(exact)[1]
+    assert torch.allclose(kv, own_kv, atol=0.02 * own_kv.abs().max())
+    assert not torch.equal(kv, own_kv)
+    assert model.fingerprint != exact.fingerprint
+    halves = sum(p.nbytes for p in model.decoder.network.modules() if isinstance(p, HalfLinear))
+    assert 0 < halves < model.weights_bytes < exact.weights_bytes
+    assert nn.Linear not in {type(part) for part in model.decoder.model.modules()}
+    assert_same(model, replace(model, decoder=model.decoder.computed_by(model.decoder.model)))
+    plain = load_model(file, device="cpu", weights="bf16")
+    assert formats(plain.decoder.network) == {"dense": 9}
+
+
+def test_fp16_that_does_not_fit_leaves_a_layer_as_it_is(file, without_bf16, monkeypatch):
+    monkeypatch.setattr(packing, "fits_half", lambda _: False)
+    model = load_model(file, device="cpu")
+    assert formats(model.decoder.network) == {"int4": 4, "dense": 5}
+    assert_same(model, replace(model, decoder=model.decoder.computed_by(model.decoder.model)))
 
 
 def answers(model):
@@ -193,7 +263,7 @@ def test_where_memory_is_short_no_dense_weights_are_kept(file, weights, monkeypa
 def test_a_model_is_rounded_whole(family, weights):
     exact, model = tiny_model(family), tiny_model.__wrapped__(family)
     network = model.decoder.network
-    pack(model.decoder.model, network, weights, torch.float32, keeps_dense=True)
+    pack(model.decoder.model, network, weights, torch.float32, "dense")
     assert set(formats(network)) == {weights, "int8"}
     if network is not model.decoder.model:
         assert_same(model, replace(model, decoder=model.decoder.computed_by(model.decoder.model)))

@@ -110,11 +110,13 @@ def load_model(
         config = AutoConfig.from_pretrained(path, revision=commit, **variant.common)
         text = text_half(config)
         empty = empty_model(text or config, trust_remote_code=bool(variant.options.get(_TRUSTED)))
-        keeps_dense = packing.fits_dense(name, empty, torch_dtype, device, wanted)
+        load_dtype, keeps = packing.kept_as(
+            name, empty, torch_dtype, device, wanted, is_asked=dtype is not None
+        )
         tokenizer = AutoTokenizer.from_pretrained(path, revision=commit, **variant.common)
         with _without_bars() if Path(path).is_dir() else nullcontext():
             model = load_complete(
-                path, name, text, dtype=torch_dtype, revision=commit, **variant.options
+                path, name, text, dtype=load_dtype, revision=commit, **variant.options
             )
     except TypeError as error:
         if variant.model_kwargs == "{}":
@@ -123,9 +125,9 @@ def load_model(
     except (OSError, ValueError, ImportError, NotImplementedError) as error:
         raise _unloadable(name, source, error) from error
     revision = copied(model)
-    packing.densify(model, torch_dtype, keeps_groups=not keeps_dense)
+    packing.densify(model, load_dtype, keeps_groups=keeps != "dense")
     if variant.adapter is not None:
-        if not keeps_dense:
+        if keeps == "nothing":
             raise ModelError(
                 f"the adapter {variant.adapter} needs the dense weights of {name}, which do not "
                 "fit in memory; leave it out, or use a machine with more memory"
@@ -142,7 +144,7 @@ def load_model(
         revision=revision,
         weights=wanted,
         few_bit_dtype=few_bit_dtype,
-        keeps_dense=keeps_dense,
+        keeps=keeps,
     )
     if source.is_gguf and variant.adapter is None and wanted != "bf16":
         leave_on_disk(found.decoder.model, found.decoder.network, Path(path))
@@ -203,7 +205,7 @@ def wrap_model(
     revision: str,
     weights: packing.Format = "bf16",
     few_bit_dtype: torch.dtype | None = None,
-    keeps_dense: bool = True,
+    keeps: packing.Keeps = "dense",
 ) -> LanguageModel:
     """Make a backend of a model that is in memory already.
 
@@ -213,7 +215,7 @@ def wrap_model(
         revision: identifies the weights: models with the same revision share stored KV.
         weights: see `load_model`.
         few_bit_dtype: `dtype` of `pack`; None for the model's.
-        keeps_dense: see `pack`.
+        keeps: see `pack`.
 
     Raises:
         ModelError: as `load_model`.
@@ -230,12 +232,12 @@ def wrap_model(
     few_bit_dtype = few_bit_dtype or model.dtype
     began = time.perf_counter()
     lean = lean_model(model)
-    if not keeps_dense:
-        packing.pack(model, lean or model, weights, few_bit_dtype, keeps_dense=False)
+    if keeps != "dense":
+        packing.pack(model, lean or model, weights, few_bit_dtype, keeps)
     found = examine(model, lean)
     _warn_of_unfollowed(model.generation_config, name)
-    if keeps_dense:
-        packing.pack(model, found.decoder.network, weights, few_bit_dtype, keeps_dense=True)
+    if keeps == "dense":
+        packing.pack(model, found.decoder.network, weights, few_bit_dtype, keeps)
     examined_s = time.perf_counter() - began
     facts = {
         "version": _KV_VERSION,
@@ -244,8 +246,8 @@ def wrap_model(
         "tokenizer": fingerprint.digest(tokenizer.backend_tokenizer.to_str()),
         "dtype": str(found.shapes.dtype),
     }
-    if packing.formats(found.decoder.network).keys() - {"dense"}:
-        facts["format"] = [weights, str(few_bit_dtype)]
+    if few := packing.formats(found.decoder.network).keys() - {"dense"}:
+        facts["format"] = [weights, str(few_bit_dtype), "fp16" in few]
     return LanguageModel(
         name=name,
         tokenizer=tokenizer,

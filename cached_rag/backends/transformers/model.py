@@ -20,7 +20,7 @@ from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.transformers.batch import step_batch
 from cached_rag.backends.transformers.compose import StateComposer
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
-from cached_rag.backends.transformers.packing import FewBitLinear, Format, formats
+from cached_rag.backends.transformers.packing import FewBitLinear, Format, HalfLinear, formats
 from cached_rag.backends.transformers.prefill import Repair, prefill_rows
 from cached_rag.backends.transformers.states import LayerStates
 from cached_rag.kv.buffer import KVBuffer
@@ -76,7 +76,9 @@ class LanguageModel:
         held = (network.parameters() for network in networks), (m.buffers() for m in few_bits)
         tensors = chain.from_iterable(chain(*held))
         storages = (tensor.untyped_storage() for tensor in tensors)
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        halves = [m.nbytes for m in networks[1].modules() if isinstance(m, HalfLinear)]
+        return sum([*sizes.values(), *halves])
 
     @property
     def details(self) -> dict[str, object]:

@@ -91,8 +91,8 @@ def in_float32(model: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def _narrow(head: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     held = chain(head.parameters(), head.buffers())
-    dtype = next(tensor.dtype for tensor in held if tensor.is_floating_point())
-    return tuple(tensor.to(dtype) for tensor in inputs)
+    dtype = next((tensor.dtype for tensor in held if tensor.is_floating_point()), None)
+    return tuple(tensor.to(dtype) for tensor in inputs)  # weights in fp16 are no tensors
 
 
 @dataclass
