@@ -200,6 +200,19 @@ def test_without_bf16_dense_weights_are_in_fp16(file, weights, found, without_bf
     assert formats(plain.decoder.network) == {"dense": 9}
 
 
+def test_fp16_is_for_models_that_nobody_else_packs(without_bf16):
+    model = tiny_model.__wrapped__("llama").decoder.model
+    model.config.dtype = torch.float16
+
+    def kept(weights="as stored", device="cpu", is_asked=False):
+        return packing.kept_as("m", model, torch.float32, device, weights, is_asked=is_asked)
+
+    assert kept() == (torch.float16, "halves")
+    assert kept(is_asked=True) == kept(weights="bf16") == (torch.float32, "dense")
+    model.config.quantization_config = {"quant_method": "gptq"}
+    assert kept() == (torch.float32, "dense")
+
+
 def test_fp16_that_does_not_fit_leaves_a_layer_as_it_is(file, without_bf16, monkeypatch):
     monkeypatch.setattr(packing, "fits_half", lambda _: False)
     model = load_model(file, device="cpu")
@@ -256,6 +269,16 @@ def test_where_memory_is_short_no_dense_weights_are_kept(file, weights, monkeypa
     assert nn.Linear not in kinds
     assert_same(poor, rich)
     assert_same(poor, replace(poor, decoder=poor.decoder.computed_by(poor.decoder.model)))
+
+
+def test_where_memory_is_short_a_model_in_bf16_is_examined_too(file, monkeypatch):
+    monkeypatch.setattr(packing, "free_bytes", lambda _: packing.OVERHEAD_BYTES + 220_000)
+    model = load_model(file, dtype="bfloat16", device="cpu")  # its scales are fp32 meanwhile
+    few = {part for part in model.decoder.network.modules() if isinstance(part, FewBitLinear)}
+    assert len(few) == 9
+    assert all(part.dense is None for part in few)
+    assert {part.scales_dtype for part in few} == {torch.bfloat16}
+    assert answers(model)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

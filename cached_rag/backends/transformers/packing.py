@@ -25,6 +25,7 @@ from torch import nn
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes, return_memory
 from cached_rag.backends.transformers.groups import (
     GROUP,
+    METHOD,
     Groups,
     StoredLinear,
     fits_groups,
@@ -459,8 +460,10 @@ def kept_as(
     Raises:
         ModelError: it does not fit.
     """
-    is_for_bf16 = dtype == torch.float32 and device.startswith("cpu") and not is_asked
-    if is_for_bf16 and weights != "bf16" and "fbgemm" in torch.backends.quantized.supported_engines:
+    has_kernel = device.startswith("cpu") and "fbgemm" in torch.backends.quantized.supported_engines
+    stored = getattr(model.config, "quantization_config", None) or {"quant_method": METHOD}
+    is_ordinary = weights != "bf16" and stored.get("quant_method") == METHOD
+    if dtype == torch.float32 and not is_asked and has_kernel and is_ordinary:
         own = model.config.dtype
         own = own if own in (torch.bfloat16, torch.float16) else dtype
         if fits_dense(name, model, own, device, weights):
