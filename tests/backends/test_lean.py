@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import FAMILIES, random_ids, tiny_model
+from conftest import FAMILIES, random_ids, tiny_model, tiny_tokenizer
 from modules import garbage
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from cached_rag import wrap_model
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers import lean, probe
 from cached_rag.backends.transformers.lean import LeanModel, lean_model, lean_norm
@@ -113,6 +114,20 @@ def test_other_families_and_settings_are_verified(kind):
     model = random_model(kind)
     found = probe.examine(model, lean_model(model))
     assert isinstance(found.decoder.network, LeanModel)
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_in_bf16_it_computes_nearly_the_same(kind):
+    # A model is examined in fp32, where nothing shows that a dtype is wrong.
+    model = random_model(kind).to(torch.bfloat16)
+    ids, results = torch.tensor([random_ids(30, seed=4)]), []
+    for one in twins(wrap_model(model, tiny_tokenizer(), name=kind, revision=kind)):
+        assert one.can_batch
+        buffer = KVBuffer.like(one.shapes, 31)
+        logits = one.prefill(buffer, ids).logits
+        results.append(torch.cat([logits, one.step([StepInput(RowKV(buffer, 30), [7])])]).float())
+    ours, own = results
+    assert (ours - own).norm() < 0.1 * own.norm()
 
 
 def test_weights_are_held_once():

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cached_rag import ConfigError, Engine, wrap_model
 from cached_rag.backends.machine import parse_dtype
 from cached_rag.errors import ModelError
+from cached_rag.kv.buffer import KVBuffer
 
 ENDS = {"pad_token_id": 2, "bos_token_id": 0, "eos_token_id": 1}
 PLAIN = _SIZES | ENDS
@@ -25,6 +26,7 @@ AFMOE = PLAIN | {
     **{"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 32, "num_dense_layers": 1},
 }
+BEAM = AFMOE | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
 JETMOE = ENDS | {
     **{"vocab_size": 240, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
     **{"num_key_value_heads": 2, "kv_channels": 16, "max_position_embeddings": 1024},
@@ -45,6 +47,7 @@ ODD = {
     "diffllama": PLAIN,  # halves and repeats values after they were cached
     "jetmoe": JETMOE,  # repeats keys after they were cached
     "afmoe": AFMOE,  # views what attention gives back
+    "beam": BEAM,  # scales queries by their position
     "gemma3": GEMMA3,  # a text model inside one of images, as Gemma 3 from 4B on is published
     "bart": BART,  # numbers the tokens itself, and adds that to embeddings
     "mbart": BART,
@@ -90,6 +93,15 @@ def test_positions_that_are_added_to_embeddings_are_found_without_an_argument_fo
     _, backend = made(kind)
     assert not backend.rule.is_movable
     assert "added to the embeddings" in str(backend.rule)
+
+
+def test_a_query_is_scaled_by_its_own_position():
+    model, backend = made("beam")
+    ids, buffer = (torch.arange(400) % 200)[None], KVBuffer.like(backend.shapes, 400)
+    for rows in (None, torch.tensor([3, 170, 398, 399])):
+        with torch.inference_mode():
+            expected = model(ids).logits[0, -1:]
+        assert torch.allclose(backend.prefill(buffer, ids, rows).logits, expected, atol=1e-5)
 
 
 def test_models_that_cache_what_they_do_not_read_are_not_batched():

@@ -142,13 +142,16 @@ def signed(cos: torch.Tensor, sin: torch.Tensor) -> Rotary:
 
 
 def rotated(states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rotate (batch, num_rows, heads, dim) by position: dimension i with i + rotary_dim / 2."""
+    """Rotate (batch, num_rows, heads, dim) by position: dimension i with i + rotary_dim / 2.
+
+    In the wider of both dtypes (OLMo 2 has its tables in fp32), rounded to that of the states.
+    """
     cos, sin = (part.unsqueeze(2) for part in rotary)
     width = cos.shape[-1]
     if width < states.shape[-1]:
         turned = rotated(states[..., :width], rotary)
         return torch.cat([turned, states[..., width:]], dim=-1)
-    return torch.addcmul(states * cos, states.roll(width // 2, dims=-1), sin)
+    return torch.addcmul(states * cos, states.roll(width // 2, dims=-1), sin).to(states.dtype)
 
 
 class LeanModel(nn.Module):

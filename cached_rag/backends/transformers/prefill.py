@@ -37,7 +37,10 @@ from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Select
 
 # Inputs of layers that have an entry for each row, and the dimension of the rows. (Hidden states of
 # Gemma 3n have one more dimension, before the batch.)
-_BY_ROW = {"hidden_states": -2, "position_ids": -1, "attention_mask": -2, "per_layer_input": -2}
+_BY_ROW = {
+    **{"hidden_states": -2, "position_ids": -1, "attention_mask": -2, "per_layer_input": -2},
+    "attention_scaling": -2,  # Beam
+}
 _BIASES = ("alibi", "position_bias")
 
 
