@@ -1,13 +1,13 @@
-"""Which architectures work and which are refused: examines a tiny random model of each.
+"""Which architectures work and which are refused: examines a tiny random model of each, and runs it.
 
 For docs/models.md. The families are those that transformers itself lists; what they are called
 stands in its documentation. The result depends on an architecture's code only, not on a model's
-weights.
+weights. A model is examined in fp32, whatever its dtype; so it is run in another, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers.loading import wrap_model
+from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.errors import ModelError
+from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.fingerprint import digest
+from cached_rag.kv.rows import RowKV
+from cached_rag.methods import SELECTORS, Layout, parse_method
 from docs.experiments.models import methods_of
 
 _SIZES = {
@@ -64,6 +69,10 @@ _DIFFERS: dict[str, dict[str, Any]] = {
     },
 }
 _MOST_WEIGHTS = 30_000_000
+# Tokens of the prompt that models are run with, and how far, by share, two computations of the same
+# may be apart.
+_TOKENS = 40
+_MOST_APART = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.1}
 # With `published`, a family's configuration is transformers' default, which is its first published
 # model's: so many layers, in that order, with those heads and windows. Only these sizes are less.
 _NARROW = {
@@ -103,24 +112,25 @@ class ArchitectureRow:
 
 
 def bench_architectures(
-    only: tuple[str, ...] = (), *, published: bool = False
+    only: tuple[str, ...] = (), *, published: bool = False, dtype: torch.dtype = torch.float32
 ) -> list[ArchitectureRow]:
     """Examine a tiny random model of every family that this version of transformers knows.
 
     Args:
         only: these families; empty for all.
         published: of those that people run, with the layers of a published model.
+        dtype: of its weights.
     """
     found: dict[str, list[str]] = {}
     for kind in only or (_PUBLISHED if published else sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)):
         config = _narrow(kind) if published else next(_tiny(kind), None)
-        found.setdefault(examined(kind, config), []).append(kind)
+        found.setdefault(examined(kind, config, dtype), []).append(kind)
     ordered = sorted(found.items(), key=lambda row: (row[0].startswith("refused"), -len(row[1])))
     return [ArchitectureRow(methods, ", ".join(kinds)) for methods, kinds in ordered]
 
 
-def examined(kind: str, config: Any) -> str:
-    """Which methods a family has, or why none.
+def examined(kind: str, config: Any, dtype: torch.dtype = torch.float32) -> str:
+    """Which methods a family has, or why none, or where it computes something else.
 
     Args:
         config: of its model; None if there is none that is small.
@@ -129,11 +139,61 @@ def examined(kind: str, config: Any) -> str:
         return "not tried: it cannot be built at tiny size"
     torch.manual_seed(0)
     try:
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         found = wrap_model(model, _Tokenizer(), name=kind, revision=digest(kind))
     except ModelError as error:
         return f"refused: {_reason(str(error))}"
-    return methods_of(found)
+    return _fault(found) or methods_of(found)
+
+
+@torch.inference_mode()
+def _fault(model: LanguageModel) -> str:
+    """What does not give what the model's own pass gives; empty if all does."""
+    ids = torch.randint(5, 200, (1, _TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    expected = model.forward(ids[:, :-1])[-1], model.forward(ids)[-1]
+    for name, (compute, after) in _passes(model, ids).items():
+        try:
+            logits, own = compute()[-1].float(), expected[after].float()
+        except Exception as error:
+            return f"fails: {name}: {type(error).__name__}: {error}"
+        if not (logits - own).norm() <= _MOST_APART[model.shapes.dtype] * own.norm():
+            return f"wrong: {name}"
+    return ""
+
+
+def _passes(
+    model: LanguageModel, ids: torch.Tensor
+) -> dict[str, tuple[Callable[[], torch.Tensor], int]]:
+    """What a model is to compute, by name: logits behind all tokens, or all but the last (0)."""
+    buffers = [KVBuffer.like(model.shapes, _TOKENS + 1) for _ in range(2)]
+    known, slots = ids[:, :-1], torch.arange(_TOKENS)
+    rows = [StepInput(RowKV(buffer, _TOKENS), ids[0, -1:].tolist()) for buffer in buffers]
+    fresh = (slots < 4) | (slots > _TOKENS - 6)
+    layout = Layout(
+        fresh=fresh,
+        exact=torch.zeros(_TOKENS, dtype=torch.bool),
+        modules=((4, 19), (19, _TOKENS - 5)),
+        num_layers=model.shapes.num_layers,
+        ids=known[0],
+        first_attending=model.shapes.first_attending,
+    )
+
+    def repaired(method: str) -> torch.Tensor:
+        return model.repair(buffers[0], known, layout, parse_method(method, SELECTORS, None)).logits
+
+    found: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
+        "a prefill": (lambda: [model.prefill(b, known) for b in buffers][0].logits, 0)
+    }
+    if not model.keeps_states and model.rule.is_movable:
+        found["scattered rows"] = (
+            lambda: model.prefill(buffers[0], known, slots[fresh | (slots % 5 == 0)]).logits,
+            0,
+        )
+        found["cacheblend"] = lambda: repaired("cacheblend:recompute_ratio=0.3"), 0
+        if model.can_watch:
+            found["auto"] = lambda: repaired("anchorflow:recompute_ratio=0.3"), 0
+    found["a step"] = lambda: model.step(rows if model.can_batch else rows[:1])[:1], 1
+    return found
 
 
 def _reason(error: str) -> str:

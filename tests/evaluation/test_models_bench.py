@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from conftest import tiny_model
 
+from cached_rag.backends.transformers import prefill
 from cached_rag.cli.terminal import plain
 from cached_rag.errors import ModelError
 from docs.experiments.__main__ import app
@@ -28,12 +30,26 @@ SERVED = {
 
 
 def test_every_architecture_has_what_the_docs_say():
-    """And none fails with anything but a ModelError, which would be raised here."""
+    """And none fails with anything but a ModelError, or computes something else."""
     rows = {row.methods: row.families.split(", ") for row in bench_architectures()}
+    assert not [methods for methods in rows if methods.startswith(("fails", "wrong"))]
     for methods, families in SERVED.items():
         found = [one for known, held in rows.items() if known.startswith(methods) for one in held]
         assert set(families.split()) <= set(found)
     assert len(rows["all"]) > 70
+
+
+def test_in_bf16_models_compute_nearly_the_same():
+    """They are examined in fp32, so a dtype that does not fit shows here alone."""
+    only = tuple(f"{SERVED['all']} {SERVED['exact beginnings']} beam olmo2 olmo3".split())
+    rows = bench_architectures(only, dtype=torch.bfloat16)
+    assert {row.methods.partition(",")[0] for row in rows} == {"all", "exact beginnings"}
+
+
+def test_what_is_computed_otherwise_is_told(monkeypatch):
+    monkeypatch.setattr(prefill, "_BY_ROW", {"hidden_states": -2})
+    (row,) = bench_architectures(("beam",))
+    assert row.methods.startswith(("fails: a prefill: ", "wrong: "))
 
 
 def test_models_are_measured_each_in_a_process_of_its_own(model_folder):

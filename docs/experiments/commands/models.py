@@ -41,13 +41,16 @@ def architectures(
     published: Annotated[
         bool, typer.Option(help="With a published model's layers, only narrower.")
     ] = False,
+    dtype: Annotated[str, typer.Option(help="Of the models' weights.")] = "float32",
     as_json: Json = False,
 ) -> None:
     """Which methods each architecture has, or why it is refused; tried on tiny random models."""
+    from cached_rag.backends.machine import parse_dtype
     from cached_rag.evaluation.machine import machine
     from docs.experiments.architectures import bench_architectures
 
-    rows = bench_architectures(tuple(families or ()), published=published)
+    asked = tuple(families or ())
+    rows = bench_architectures(asked, published=published, dtype=parse_dtype(dtype))
     _print(rows, machine(), as_json=as_json)
 
 
