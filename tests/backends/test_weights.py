@@ -169,7 +169,7 @@ def test_where_fp32_is_fastest_few_bits_are_read_in_bf16_unless_fp32_is_asked_fo
 @pytest.fixture
 def without_bf16(monkeypatch):
     """As on a CPU that computes in fp32, where nobody asks for a dtype."""
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
+    if not packing.has_half_kernel():
         pytest.skip("torch has no such kernel for this processor")
     monkeypatch.setattr(
         "cached_rag.backends.transformers.loading.fastest_dtype", lambda _: torch.float32
@@ -200,7 +200,7 @@ def test_without_bf16_dense_weights_are_in_fp16(file, weights, found, without_bf
     assert formats(plain.decoder.network) == {"dense": 9}
 
 
-def test_fp16_is_for_models_that_nobody_else_packs(without_bf16):
+def test_fp16_is_for_models_that_nobody_else_packs(without_bf16, monkeypatch):
     model = tiny_model.__wrapped__("llama").decoder.model
     model.config.dtype = torch.float16
 
@@ -210,6 +210,9 @@ def test_fp16_is_for_models_that_nobody_else_packs(without_bf16):
     assert kept() == (torch.float16, "halves")
     assert kept(is_asked=True) == kept(weights="bf16") == (torch.float32, "dense")
     model.config.quantization_config = {"quant_method": "gptq"}
+    assert kept() == (torch.float32, "dense")
+    del model.config.quantization_config
+    monkeypatch.setattr(packing, "has_half_kernel", lambda: False)
     assert kept() == (torch.float32, "dense")
 
 

@@ -42,10 +42,10 @@ _BYTES = {"int4": 0.75, "int8": 1.0}
 # `python -m docs.experiments kernels --weights` on two cores with AVX-512.
 INT4_ROWS = 12
 INT8_ROWS = 6
-# Weights are converted so many rows at a time, since they pass through fp32.
-_ROWS_AT_ONCE = 4096
 # The same beside weights in fp16, on two cores with AVX2; levels of 8 bits are never faster there.
 INT4_ROWS_OF_HALVES = 2
+# Weights are converted so many rows at a time, since they pass through fp32.
+_ROWS_AT_ONCE = 4096
 # Weights are kept in fp16 if that moves none further than bf16 would: by this share of the largest
 # weight of its row.
 _ROUNDING = 2.0**-9
@@ -128,6 +128,12 @@ class HalfLinear(nn.Module):
         return torch.ops.quantized.linear_dynamic_fp16(  # type: ignore[no-any-return]
             hidden, self.packed
         )
+
+
+def has_half_kernel() -> bool:
+    """Whether this torch, on this processor, has the kernel of `HalfLinear`."""
+    is_there = "fbgemm" in torch.backends.quantized.supported_engines
+    return is_there and hasattr(torch.ops.quantized, "linear_prepack_fp16")
 
 
 def fits_half(weight: torch.Tensor) -> bool:
@@ -460,7 +466,7 @@ def kept_as(
     Raises:
         ModelError: it does not fit.
     """
-    has_kernel = device.startswith("cpu") and "fbgemm" in torch.backends.quantized.supported_engines
+    has_kernel = device.startswith("cpu") and has_half_kernel()
     stored = getattr(model.config, "quantization_config", None) or {"quant_method": METHOD}
     is_ordinary = weights != "bf16" and stored.get("quant_method") == METHOD
     if dtype == torch.float32 and not is_asked and has_kernel and is_ordinary:
