@@ -33,6 +33,9 @@ from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 
 TOLERANCE = 1e-4
+needs_half_kernel = pytest.mark.skipif(
+    not packing.has_half_kernel(), reason="torch has no such kernel for this processor"
+)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,7 @@ def test_in_fp32_the_kernel_for_bytes_is_not_called(monkeypatch):
     assert torch.allclose(found, rows @ (levels * scales[:, None]).T, atol=TOLERANCE)
 
 
+@needs_half_kernel
 def test_many_rows_use_dense_weights_where_there_are_any():
     groups, zero = grouped(torch.randn(16, 32)), nn.Linear(32, 16, bias=False)
     nn.init.zeros_(zero.weight)
@@ -116,6 +120,7 @@ def test_many_rows_use_dense_weights_where_there_are_any():
     assert not exact(torch.randn(1, 32)).any()
 
 
+@needs_half_kernel
 @pytest.mark.parametrize("rows", [1, 3, 70])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_products_in_fp16_are_sixteen_times_as_exact_as_in_bf16(has_bias, rows):
