@@ -44,10 +44,10 @@ SCALE_TESTS := tests/kv/test_remote.py tests/kv/test_shared_store.py tests/rag/t
 test-scale: $(VENV)/.dev
 	$(BIN)/python -m pytest $(SCALE_TESTS)
 
-# Some 10,000 trials, an hour; ONLY="replaced untrusted" for some of its campaigns.
+# Some 10,000 trials, an hour; TRIALS=60 of each fault, ONLY="replaced untrusted" of its campaigns.
 test-faults: $(VENV)/.dev
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m faults $(if $(ONLY),--only $(ONLY)) \
-		--write docs/reliability.md
+		$(if $(TRIALS),--trials $(TRIALS)) 		--write docs/reliability.md
 
 # Many threads and processes at once, and 10,000 requests; 6 minutes.
 test-soak: $(VENV)/.dev
