@@ -47,7 +47,7 @@ test-scale: $(VENV)/.dev
 # Some 10,000 trials, an hour; TRIALS=60 of each fault, ONLY="replaced untrusted" of its campaigns.
 test-faults: $(VENV)/.dev
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m faults $(if $(ONLY),--only $(ONLY)) \
-		$(if $(TRIALS),--trials $(TRIALS)) 		--write docs/reliability.md
+		$(if $(TRIALS),--trials $(TRIALS)) --write docs/reliability.md
 
 # Many threads and processes at once, and 10,000 requests; 6 minutes.
 test-soak: $(VENV)/.dev
