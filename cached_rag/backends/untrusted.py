@@ -39,7 +39,7 @@ _MOST_ENTRIES = 1 << 21
 # A prompt is rendered in milliseconds; a slow machine that does much else needs some seconds.
 SECONDS = 20.0
 # What a prompt of tens of millions of characters takes.
-_BYTES = 1 << 30
+BYTES = 1 << 30
 # How often it is looked at; most calls are over before the first time.
 _LOOK_SECONDS = 0.1
 
@@ -202,8 +202,8 @@ def _watch(thread: int, is_over: threading.Event, lock: threading.Lock, reasons:
         before = memory().rss if before is None else before
         if time.monotonic() - begin > SECONDS:
             reasons.append(f"takes more than {SECONDS:g} s")
-        elif memory().rss - before > _BYTES:
-            reasons.append(f"takes more than {_BYTES} bytes of memory")
+        elif memory().rss - before > BYTES:
+            reasons.append(f"takes more than {BYTES} bytes of memory")
         else:
             continue
         with lock:

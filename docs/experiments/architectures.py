@@ -65,8 +65,9 @@ _DIFFERS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {
         "layer_types": ["linear_attention", "full_attention"] * 2,
-        "num_key_value_heads": 4,
+        **{"num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16},
     },
+    "falcon_h1": {"mamba_d_ssm": 128},
 }
 _MOST_WEIGHTS = 30_000_000
 # Tokens of the prompt that models are run with, and how far, by share, two computations of the same

@@ -297,7 +297,9 @@ def test_the_settings_of_both_integrations_reach_the_store(monkeypatch):
     assert other.engine_key != models[0].engine_key
 
 
-def test_ingestion_says_what_it_could_not_send(server, tmp_path):
+def test_ingestion_says_what_it_could_not_send(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_FIRST_S", 0.1)
+    monkeypatch.setattr(remote, "_PATIENCE_S", 0.3)
     (tmp_path / "docs").mkdir()
     for number, chunk in enumerate(CHUNKS):
         (tmp_path / "docs" / f"{number}.txt").write_text(chunk)

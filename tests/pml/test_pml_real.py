@@ -39,9 +39,8 @@ def test_answers_at_full_recompute_are_full_prefills(engine):
     assert whole.report.recomputed_tokens > 0.5 * whole.report.prompt_tokens
 
 
-@pytest.mark.parametrize("name", ["learner", "trip"])
-def test_what_modules_are_encoded_behind_brings_them_nearer_to_full_prefill(engine, name):
-    prompts, config = EXAMPLES[name]().prompts, GenerationConfig(max_tokens=1)
+def test_what_modules_are_encoded_behind_brings_them_nearer_to_full_prefill(engine):
+    prompts, config = EXAMPLES["trip"]().prompts, GenerationConfig(max_tokens=1)
     distance = {}
     for behind in ("schema", "nothing"):
         found = 0.0
