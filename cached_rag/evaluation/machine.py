@@ -14,8 +14,8 @@ import transformers
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.machine import profile_of
+from cached_rag.backends.transformers.few_bits import FewBitLinear
 from cached_rag.backends.transformers.model import LanguageModel
-from cached_rag.backends.transformers.packing import FewBitLinear
 from cached_rag.engine.engine import Engine
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import stacks_of

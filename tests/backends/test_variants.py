@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, ConfigError, Embedder, Engine, StoreConfig, load_model
 from cached_rag.backends import resolve
-from cached_rag.backends.transformers.packing import FewBitLinear
+from cached_rag.backends.transformers.few_bits import FewBitLinear
 from cached_rag.cli.main import app
 from cached_rag.errors import ModelError, ModelNotFoundError
 

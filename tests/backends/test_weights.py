@@ -16,25 +16,24 @@ from torch import nn
 
 from cached_rag import ConfigError, load_model
 from cached_rag.backends.base import StepInput
-from cached_rag.backends.transformers import packing
-from cached_rag.backends.transformers.groups import GROUP, Groups, from_blocks, grouped, joined
-from cached_rag.backends.transformers.packing import (
+from cached_rag.backends.transformers import few_bits, packing
+from cached_rag.backends.transformers.few_bits import (
     FewBitLinear,
     HalfLinear,
     Int4Linear,
     Int8Linear,
     fits_half,
-    formats,
+    has_half_kernel,
     in_bytes,
-    pack,
-    parse_format,
 )
+from cached_rag.backends.transformers.groups import GROUP, Groups, from_blocks, grouped, joined
+from cached_rag.backends.transformers.packing import formats, pack, parse_format
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 
 TOLERANCE = 1e-4
 needs_half_kernel = pytest.mark.skipif(
-    not packing.has_half_kernel(), reason="torch has no such kernel for this processor"
+    not has_half_kernel(), reason="torch has no such kernel for this processor"
 )
 
 
@@ -101,8 +100,8 @@ def test_products_in_few_bits_are_those_of_the_dense_weights(kind, rows, has_bia
 
 
 def test_in_fp32_the_kernel_for_bytes_is_not_called(monkeypatch):
-    monkeypatch.setattr(packing, "_OPS", None)  # for many rows it is slow in fp32
-    levels, scales = in_bytes(torch.randn(packing._ROWS_AT_ONCE + 40, 64), torch.float32)
+    monkeypatch.setattr(few_bits, "_OPS", None)  # for many rows it is slow in fp32
+    levels, scales = in_bytes(torch.randn(few_bits._ROWS_AT_ONCE + 40, 64), torch.float32)
     rows = torch.randn(20, 64)
     found = Int8Linear(levels, scales)(rows)
     assert torch.allclose(found, rows @ (levels * scales[:, None]).T, atol=TOLERANCE)
@@ -174,7 +173,7 @@ def test_where_fp32_is_fastest_few_bits_are_read_in_bf16_unless_fp32_is_asked_fo
 @pytest.fixture
 def without_bf16(monkeypatch):
     """As on a CPU that computes in fp32, where nobody asks for a dtype."""
-    if not packing.has_half_kernel():
+    if not has_half_kernel():
         pytest.skip("torch has no such kernel for this processor")
     monkeypatch.setattr(
         "cached_rag.backends.transformers.loading.fastest_dtype", lambda _: torch.float32

@@ -20,7 +20,8 @@ from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.transformers.batch import step_batch
 from cached_rag.backends.transformers.compose import StateComposer
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
-from cached_rag.backends.transformers.packing import FewBitLinear, Format, HalfLinear, formats
+from cached_rag.backends.transformers.few_bits import FewBitLinear, HalfLinear
+from cached_rag.backends.transformers.packing import Format, formats
 from cached_rag.backends.transformers.prefill import Repair, prefill_rows
 from cached_rag.backends.transformers.states import LayerStates
 from cached_rag.kv.buffer import KVBuffer
