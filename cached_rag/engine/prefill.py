@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cached_rag.config import check_room
-from cached_rag.engine.planner import check_fits, choose, repair_mark
+from cached_rag.engine.planner import check_fits, check_known, choose, repair_mark
 from cached_rag.engine.prompt import Following, Pieces, Prefilling
 from cached_rag.engine.report import Clock
 from cached_rag.engine.resources import Resources
@@ -76,6 +76,7 @@ def prepare(prompt: Prefilling) -> None:
         prompt.tokens, plan = prompt.reading(report, lazy=lazy)
         report.prompt_tokens = len(prompt.tokens)
         check_fits(resources.model, plan, config.max_tokens)
+        check_known(resources.model, prompt.tokens.ids)
         report.match_ms += clock.lap() - (report.load_ms - loaded_ms)
         plan, method, notes = choose(resources.model, plan, config)
         objection = resources.audits.objection(spelled(method))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,7 +18,7 @@ from conftest import (
     tiny_tokenizer,
 )
 
-from cached_rag import PRIMER, ConfigError, Engine, StoreConfig
+from cached_rag import PRIMER, ConfigError, Engine, StoreConfig, wrap_model
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import ContextOverflowError, RelocationError
@@ -195,6 +196,17 @@ def test_what_does_not_fit_is_refused(engine):
             engine.generate("word", max_tokens=length)
     with pytest.raises(ContextOverflowError, match=r"\('.*'\.\.\.\) .*smaller chunks"):
         engine.encode(["long " * 3000], context=None)
+
+
+def test_a_token_without_an_embedding_is_refused_by_name():
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    plain = tiny_model("llama").decoder.model
+    with Engine(wrap_model(plain, tokenizer, name="tiny", revision="image")) as engine:
+        with pytest.raises(ConfigError, match="'<image>', which is in the tokenizer, and for"):
+            engine.generate("Who? <image>", max_tokens=1)
+        assert engine.generate(f"{CHUNKS[0]} Who?", max_tokens=1).report.prompt_tokens
+        engine.encode(["What an <image> is."], context=None)  # in documents it is text
 
 
 @pytest.mark.parametrize(
