@@ -67,9 +67,14 @@ DROP_NEEDLESS = "DELETE FROM encodings WHERE " + " AND ".join(
     f"NOT EXISTS (SELECT 1 FROM {table} t WHERE t.model = encodings.model)" for table in _NEEDED
 )
 _MODULES = f"SELECT {_SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
-_PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
 # Modules that are read at a time: an index may have more than fit memory as rows.
 _PAGE = 10_000
+# By the row numbers alone (`+` keeps SQLite from the index of texts, which it would have to sort).
+_LATER = (
+    f"SELECT {_SIGNED['modules']}, checksum FROM modules WHERE id > ? AND +model = ? "
+    f"AND +namespace = ? ORDER BY id LIMIT {_PAGE}"
+)
+_PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
 # What a text was encoded behind: the tokens of a prefix, and the name of a context.
 Behind = tuple[tuple[int, ...], str]
 _ALONE: Behind = ((), "")
@@ -264,8 +269,7 @@ class Catalog:
 
     def modules(self, after: int = 0) -> Iterator[tuple[int, ChunkRecord]]:
         """(row number, record) of all modules that were added after a row, in order."""
-        query = f"{_MODULES} AND id > ? ORDER BY id LIMIT {_PAGE}"
-        while rows := self.database.rows(query, *self._scope, after):
+        while rows := self.database.rows(_LATER, after, *self._scope):
             for row in self.database.sound(rows):
                 yield int(str(row[0])), _record(row)
             after = int(str(rows[-1][0]))

@@ -8,7 +8,7 @@ import pytest
 from test_stores import key, module
 
 from cached_rag.kv import holdings
-from cached_rag.kv.catalog import Catalog, ChunkRecord, pack
+from cached_rag.kv.catalog import _LATER, Catalog, ChunkRecord, pack
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.holdings import Removals
 
@@ -38,6 +38,15 @@ def test_many_modules_are_read_in_pieces_without_a_gap(catalogs):
     writer, reader = catalogs
     writer.add_chunks(map(record, range(10_003)))
     assert [found.length for _, found in reader.modules()] == list(range(10_003))
+
+
+def test_what_is_new_is_read_without_a_look_at_the_rest(catalogs):
+    def steps(query):
+        explained = catalogs[0].database.rows(f"EXPLAIN QUERY PLAN {query}", 0, "model", "")
+        return [step for *_, step in explained]
+
+    assert steps(_LATER) == ["SEARCH modules USING INTEGER PRIMARY KEY (rowid>?)"]
+    assert "USE TEMP B-TREE FOR ORDER BY" in steps(_LATER.replace("+", ""))  # control
 
 
 def test_changes_by_others_are_noticed_once(catalogs):
