@@ -21,6 +21,7 @@ CREATE TABLE IF NOT EXISTS modules (
     token_ids BLOB NOT NULL, token_starts BLOB NOT NULL, checksum TEXT NOT NULL,
     UNIQUE (model, namespace, text_digest)
 );
+CREATE INDEX IF NOT EXISTS modules_in_order ON modules (model, namespace);  -- and row number
 CREATE TABLE IF NOT EXISTS encodings (
     model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
     context TEXT NOT NULL, checksum TEXT NOT NULL,
@@ -67,14 +68,9 @@ DROP_NEEDLESS = "DELETE FROM encodings WHERE " + " AND ".join(
     f"NOT EXISTS (SELECT 1 FROM {table} t WHERE t.model = encodings.model)" for table in _NEEDED
 )
 _MODULES = f"SELECT {_SIGNED['modules']}, checksum FROM modules WHERE model = ? AND namespace = ?"
+_PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
 # Modules that are read at a time: an index may have more than fit memory as rows.
 _PAGE = 10_000
-# By the row numbers alone (`+` keeps SQLite from the index of texts, which it would have to sort).
-_LATER = (
-    f"SELECT {_SIGNED['modules']}, checksum FROM modules WHERE id > ? AND +model = ? "
-    f"AND +namespace = ? ORDER BY id LIMIT {_PAGE}"
-)
-_PREFIXES = f"SELECT {_SIGNED['encodings']}, checksum FROM encodings"
 # What a text was encoded behind: the tokens of a prefix, and the name of a context.
 Behind = tuple[tuple[int, ...], str]
 _ALONE: Behind = ((), "")
@@ -269,7 +265,8 @@ class Catalog:
 
     def modules(self, after: int = 0) -> Iterator[tuple[int, ChunkRecord]]:
         """(row number, record) of all modules that were added after a row, in order."""
-        while rows := self.database.rows(_LATER, after, *self._scope):
+        query = f"{_MODULES} AND id > ? ORDER BY id LIMIT {_PAGE}"
+        while rows := self.database.rows(query, *self._scope, after):
             for row in self.database.sound(rows):
                 yield int(str(row[0])), _record(row)
             after = int(str(rows[-1][0]))
