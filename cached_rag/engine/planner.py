@@ -266,17 +266,3 @@ def check_fits(model: Backend, plan: Plan, max_tokens: int) -> None:
         f"exceed the model's context of {room}; retrieve fewer or smaller chunks, or lower "
         "max_tokens"
     )
-
-
-def check_known(model: Backend, token_ids: Sequence[int]) -> None:
-    """Check that the model has an embedding for each token: a GPU would be lost to the process.
-
-    Raises:
-        ConfigError: it has none for some. Gemma 3's smaller models have none for images.
-    """
-    last = max(token_ids)
-    if last >= model.vocab_size:
-        raise ConfigError(
-            f"the prompt has the token {model.tokenizer.decode([last])!r}, which is in the "
-            f"tokenizer, and for which {model.name} has no embedding; leave it out of the prompt"
-        )

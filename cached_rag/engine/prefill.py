@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cached_rag.config import check_room
-from cached_rag.engine.planner import check_fits, check_known, choose, repair_mark
+from cached_rag.engine.planner import check_fits, choose, repair_mark
 from cached_rag.engine.prompt import Following, Pieces, Prefilling
 from cached_rag.engine.report import Clock
 from cached_rag.engine.resources import Resources
@@ -20,6 +20,7 @@ from cached_rag.engine.sharing import NOTHING, Beginning
 from cached_rag.engine.trace import Coverage
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVBuffer, LayerLoader, ModuleKV
+from cached_rag.library.encode import check_known
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.methods import AnchorFlow, Full, Layout, Takes, spelled
 
@@ -76,7 +77,7 @@ def prepare(prompt: Prefilling) -> None:
         prompt.tokens, plan = prompt.reading(report, lazy=lazy)
         report.prompt_tokens = len(prompt.tokens)
         check_fits(resources.model, plan, config.max_tokens)
-        check_known(resources.model, prompt.tokens.ids)
+        check_known(resources.model, prompt.tokens.ids, "the prompt")
         report.match_ms += clock.lap() - (report.load_ms - loaded_ms)
         plan, method, notes = choose(resources.model, plan, config)
         objection = resources.audits.objection(spelled(method))

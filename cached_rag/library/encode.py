@@ -245,6 +245,26 @@ def check_fits(model: Backend, start: int, length: int, text: str = "") -> None:
     )
 
 
+def check_known(model: Backend, token_ids: Sequence[int], what: str) -> None:
+    """Check that the model has an embedding for each token: a GPU would be lost to the process.
+
+    Gemma 3's smaller models have none for the token that stands for an image.
+
+    Args:
+        what: has these tokens; for the message.
+
+    Raises:
+        ConfigError: it has none for some.
+    """
+    last = max(token_ids, default=0)
+    if last >= model.vocab_size:
+        raise ConfigError(
+            f"{what} has the token {model.tokenizer.decode([last])!r}, which is in the tokenizer, "
+            f"and for which {model.name} has no embedding; leave it out, or load the model with "
+            "its own tokenizer"
+        )
+
+
 def named(text: str) -> str:
     """The beginning of a text, by which its owner finds it; nothing if it is not known."""
     return f" ({text[:_NAMING]!r}...)" if text else ""

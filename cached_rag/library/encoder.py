@@ -30,6 +30,7 @@ from cached_rag.library.encode import (
     Window,
     batches,
     check_fits,
+    check_known,
     encode_chunks,
     encode_composed,
     encode_prefix,
@@ -141,6 +142,8 @@ class Encoder:
             longest = max(wanted, key=len, default=())
             text = wanted[longest][1] if longest else ""
             check_fits(self.model, len(behind.prefix_ids), len(longest), text)
+            for ids, (_, told) in wanted.items():
+                check_known(self.model, ids, f"a chunk{named(told)}")
         self.library.add_chunks([record for record, _ in order.records])
         tokens = sum(sum(map(len, w)) * len(self._ways(behind)) for behind, w in passes.items())
         if tokens:

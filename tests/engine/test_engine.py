@@ -207,6 +207,13 @@ def test_a_token_without_an_embedding_is_refused_by_name():
             engine.generate("Who? <image>", max_tokens=1)
         assert engine.generate(f"{CHUNKS[0]} Who?", max_tokens=1).report.prompt_tokens
         engine.encode(["What an <image> is."], context=None)  # in documents it is text
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.add_tokens(["zebra"])  # this one is not a control token
+    with (
+        Engine(wrap_model(plain, tokenizer, name="tiny", revision="zebra")) as engine,
+        pytest.raises(ConfigError, match=r"a chunk \('What a .*has the token 'zebra'"),
+    ):
+        engine.encode(["What a zebra is, and how it lives among others."], context=None)
 
 
 @pytest.mark.parametrize(
