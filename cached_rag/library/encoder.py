@@ -91,7 +91,7 @@ class Encoder:
         default_factory=dict
     )
     # Tokens of a fixed context's passages in so much room: every chunk of a prompt asks.
-    _lengths: dict[tuple[str, int], int] = field(default_factory=dict)
+    _lengths: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 
     def read(
         self,
@@ -169,23 +169,17 @@ class Encoder:
     ) -> Iterator[tuple[list[Item], Window | None]]:
         """The wanted texts in batches: parts of documents, and others, which stand alone."""
         alone = dict(wanted)
-        for items in order.documents if any(one.context for one in order.behinds) else ():
+        fixed = [one for one in order.behinds if self.start(one) is not None]
+        taken = max((len(one.prefix_ids) + max(self._before(one)) for one in fixed), default=0)
+        most = min(BATCH_TOKENS, self._room - taken)
+        for items in order.documents if fixed else ():
             if len(items) < 2:
                 continue
             chunks = [record.token_ids for record, _ in items]
-            room = min(self._room_behind(one, items) for one in order.behinds if one.context)
-            parts = windows(chunks, alone.__contains__, self._between, min(room, BATCH_TOKENS))
-            for part in parts:
+            for part in windows(chunks, alone.__contains__, self._between, most):
                 yield [alone.pop(ids) for ids in part.chunks if ids in alone], part
         for batch in batches([*alone]):
             yield [alone[ids] for ids in batch], None
-
-    def _room_behind(self, behind: EncodedAfter, items: Sequence[Item]) -> int:
-        """Tokens of the model's context that no text's prefix and passages need."""
-        shortest, text = min(((len(r.token_ids), t) for r, t in items), key=lambda one: one[0])
-        room = self._room - len(behind.prefix_ids)
-        ways = (self._passages(way, text, room - shortest) for way in self._ways(behind))
-        return room - max(sum(len(ids) + len(self._between) for ids in way) for way in ways)
 
     def _warn_of_lost(self, order: Order) -> None:
         """Say if memory, where nothing is on disk, could not keep all that was asked for."""
@@ -214,16 +208,20 @@ class Encoder:
                 done += [(len(wanted), tokens)] if wanted else []
 
     def start(self, behind: EncodedAfter) -> int | None:
-        """The position at which chunks that stand alone are encoded; None if it is not known."""
+        """Where chunks that stand alone behind a fixed context begin; None behind another."""
         context = self.contexts.get(behind.context)
         if context is None or not context.is_fixed:
             return None
+        return len(behind.prefix_ids) + self._before(behind)[0]
+
+    def _before(self, behind: EncodedAfter) -> list[int]:
+        """The number of tokens that a fixed context's passages take before a chunk, each way."""
         room = self._room - len(behind.prefix_ids)
-        if (lengths := self._lengths.get((context.name, room))) is None:
-            passages = self._passages(self._ways(behind)[0], "", room)
-            lengths = sum(len(ids) + len(self._between) for ids in passages)
-            self._lengths[context.name, room] = lengths
-        return len(behind.prefix_ids) + lengths
+        if (lengths := self._lengths.get((behind.context, room))) is None:
+            ways = (self._passages(way, "", room) for way in self._ways(behind))
+            lengths = [sum(len(ids) + len(self._between) for ids in way) for way in ways]
+            self._lengths[behind.context, room] = lengths
+        return lengths
 
     def register(self, texts: Iterable[str]) -> int:
         """See `Engine.register`."""
@@ -276,8 +274,8 @@ class Encoder:
     ) -> int:
         """Prefill chunks, and keep their KV; returns the number of tokens computed.
 
-        Those with the same passages before them are one group. Behind a context, a window's chunks
-        stand behind each other, too.
+        Those with the same passages before them are one group. Behind a fixed context, a window's
+        chunks stand behind each other, too.
         """
         # First of all: KV that stands behind something unknown may be pruned.
         self.library.add_encoded_after(behind)
@@ -308,7 +306,7 @@ class Encoder:
             spaced = chain.from_iterable((*ids, *self._between) for ids in ways[0])
             return encode_composed(self.model, (*behind.prefix_ids, *spaced), chunks)
         before = self._standing_before(behind, head, ways)
-        if window is None or not behind.context:
+        if window is None or self.start(behind) is None:
             return encode_chunks(self.model, before, chunks)
         return window.encode(self.model, before)
 

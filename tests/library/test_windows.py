@@ -178,6 +178,16 @@ def test_a_context_that_differs_by_text_leaves_no_window(engine):
         assert kv.start == len(before(engine, behind, *passages))
 
 
+def test_a_context_that_differs_by_text_needs_room_for_each_text_alone():
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+        one, other, before = (f"{word} {' '.join(CHUNKS * 5)}" for word in ("Leaf", "Twig", "Root"))
+        length = len(ids_of(engine, other))
+        assert 3 * length < engine.model.context_length < 4 * length
+        passages = {one: [], other: [before, before]}
+        context = Context("own", passages.__getitem__)
+        assert engine.encode([[one, other]], head_of(engine), context=context).encoded == 2
+
+
 @pytest.mark.parametrize("texts", ["a text", [["a text", 3]], [[["too", "deep"]]], [None]])
 def test_what_is_no_text_is_refused(engine, texts):
     with pytest.raises(ConfigError, match="texts are"):
