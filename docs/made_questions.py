@@ -8,7 +8,8 @@
 
 With `--of` a question's chunks are drawn from a document that has more of them, in another order,
 as a search would find them. `auto` then has them encoded as a part of it, `auto@apart` each by
-itself. `--joined 6` puts six entries into a chunk, as splitters of longer texts do.
+itself. `--joined 6` puts six entries into a chunk, as splitters of longer texts do. `--indexed`
+has chunks that stand alone read behind those of other questions of their kind, mixed.
 
 Names and numbers are drawn by chance from a seed, so that no model knows them. The same seed, kinds
 and sizes give the same file. Sentences of the made texts are ours; `needle` hides one among
@@ -25,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cached_rag
 
@@ -215,7 +216,7 @@ def made(
     seed: int,
     of: int | None = None,
     joined: int = 1,
-) -> Iterator[dict[str, object]]:
+) -> Iterator[dict[str, Any]]:
     """So many questions, of the kinds in turn; see `main` for the sizes."""
     for number in range(questions):
         name, entries = kinds[number % len(kinds)], chunks * joined
@@ -232,6 +233,18 @@ def made(
             "chunks": [_joined(drawn[at : at + joined]) for at in range(0, entries, joined)],
             **({"document": document} if of else {}),
         }
+
+
+def indexed(rows: list[dict[str, Any]], seed: int) -> None:
+    """Give each row as its document the chunks of all rows of its kind, mixed."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_kind.setdefault(row["id"].partition("-")[0], []).append(row)
+    for some in by_kind.values():
+        document = [chunk for row in some for chunk in row["chunks"]]
+        random.Random(seed).shuffle(document)
+        for row in some:
+            row["document"] = document
 
 
 def _joined(entries: list[dict[str, str]]) -> dict[str, str]:
@@ -306,6 +319,7 @@ def main() -> None:
     )
     parser.add_argument("--of", type=int, help="chunks of the document that they are drawn from")
     parser.add_argument("--joined", type=int, default=1, help="entries that make one chunk")
+    parser.add_argument("--indexed", action="store_true", help="read with others of the kind")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     kinds = options.kinds.split(",")
@@ -317,10 +331,15 @@ def main() -> None:
         parser.error("a document has as many chunks as a question at least, and at most 80")
     if options.of is not None and options.joined > 1:
         parser.error("entries drawn from a document are not joined: leave out --of or --joined")
+    if options.of is not None and options.indexed:
+        parser.error("either chunks have a document of their own, --of, or they are --indexed")
     if options.of is not None and "needle" in kinds:
         parser.error("a needle's chunks are of several documents: leave out --of")
     sizes = (options.questions, options.chunks, options.seed, options.of, options.joined)
-    for row in made(kinds, *sizes):
+    rows = [*made(kinds, *sizes)]
+    if options.indexed:
+        indexed(rows, options.seed)
+    for row in rows:
         sys.stdout.write(json.dumps(row) + "\n")
 
 

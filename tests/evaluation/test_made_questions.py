@@ -44,3 +44,14 @@ def test_chunks_are_drawn_from_a_document_with_all_that_the_answer_needs(kind, t
         assert set(example.chunks) < set(example.document)
         assert sum(right(chunk, example.answers) for chunk in example.chunks) == 1
         assert kind != "hops" or sum(c.split("\n")[0] in example.question for c in example.chunks)
+
+
+def test_chunks_are_read_with_those_of_other_questions_of_their_kind(tmp_path):
+    rows = list(made_questions.made(["parts", "codes"], 10, 4, seed=3))
+    made_questions.indexed(rows, seed=3)
+    (tmp_path / "made.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    examples = load_examples(tmp_path / "made.jsonl")
+    for kind in (examples[::2], examples[1::2]):
+        assert {one.document for one in kind} == {kind[0].document}
+        assert sorted(kind[0].document) == sorted(chunk for one in kind for chunk in one.chunks)
+        assert kind[0].document[:4] != kind[0].chunks  # mixed
