@@ -101,7 +101,7 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) or {}  # null is none, too
         except (ValueError, RecursionError):
             arguments = {"arguments": arguments}  # what a model was cut off at, shown as it is
     if not isinstance(arguments, Mapping):
