@@ -1,7 +1,8 @@
 """Chat messages as a prompt's text. Knows a model's template; knows no token.
 
-What spells a control token in a message stays text: the template writes a mark before it, by which
-it is found again in the prompt, whatever the template has done to the message around it.
+What spells a control token in a message, a tool or another value stays text: the template writes a
+mark before it, by which it is found again in the prompt, whatever the template has done to the text
+around it.
 """
 
 from __future__ import annotations
@@ -123,13 +124,16 @@ class ChatTemplate:
         has_tools = bool(tools) or any(map(is_about_tools, messages))
         if has_tools:
             marked, listed = told(marked, listed, self.call_form)
-        return self._unmarked(self._apply_template(marked, listed, open_answer), mark)
+        values, template = mapped_texts(self.kwargs, change), self
+        if values != self.kwargs:  # else it keeps what it found out of itself
+            template = ChatTemplate(self._tokenizer, self._backends, values)
+        return self._unmarked(template._apply_template(marked, listed, open_answer), mark)
 
     def _with(self, kwargs: Mapping[str, Any]) -> ChatTemplate:
         """The template with further values; a few are kept, for what they found out of themselves.
 
         Raises:
-            ConfigError: one of the values is this library's to give, or no JSON.
+            ConfigError: one of the values is this library's to give, no JSON or too deep.
         """
         try:
             name = json.dumps(dict(kwargs), sort_keys=True)
@@ -137,6 +141,7 @@ class ChatTemplate:
             raise ConfigError(f"chat_template_kwargs are JSON values: {error}") from error
         found = self._others.get(name)
         if found is None:
+            check_text(kwargs)
             found = ChatTemplate(self._tokenizer, self._backends, {**self.kwargs, **kwargs})
             if len(self._others) >= _MOST_OTHERS:
                 self._others.clear()

@@ -10,7 +10,7 @@ import typer
 from rich.progress import Progress, TextColumn
 
 import cached_rag
-from cached_rag.cli.options import Loading, Model, OptionsOf, names, numbers, to_write
+from cached_rag.cli.options import Loading, Model, OptionsOf, at_home, names, numbers, to_write
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.evaluation.data import Questions
@@ -36,11 +36,13 @@ class Comparing:
 
     methods: str = _METHODS
     ratio: str = "0.15"
-    journal: str | None = None
-    plot: str | None = None
+    journal: Path | None = None
+    plot: Path | None = None
 
     def __post_init__(self) -> None:
-        to_write(None if self.plot is None else Path(self.plot))
+        for name, found in (("journal", at_home), ("plot", to_write)):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, found(Path(given)))
 
 
 def evaluate_command(
@@ -75,8 +77,7 @@ def evaluate_command(
     trials = make_trials(names(asked.methods), ratios)
     settings = Settings(tuple(data), tuple(trials), questions)
     with cached_rag.Engine.load(model, **how) as engine:
-        named = asked.journal and Path(asked.journal)
-        where = named or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
+        where = asked.journal or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
         facts = machine(engine.model)
         kept = Journal(where, settings.facts(engine), facts)
         columns = (*Progress.get_default_columns(), TextColumn("{task.completed}/{task.total}"))
@@ -91,7 +92,7 @@ def evaluate_command(
     chosen = [row for row in settings.chosen(kept) if (row["method"], row["ratio"]) in wanted]
     rows, measured = summarise(chosen, wanted), origins(chosen)
     if asked.plot is not None:
-        plot_frontier(rows, Path(asked.plot))
+        plot_frontier(rows, asked.plot)
     if as_json:
         print_json({"rows": rows, "machine": facts, "measured": measured})
         return

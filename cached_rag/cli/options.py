@@ -331,9 +331,12 @@ def numbers(text: str, kind: Callable[[str], Number], what: str) -> list[Number]
         what: says in the error what they are.
 
     Raises:
-        ConfigError: one of them is no number.
+        ConfigError: there is none, or one of them is no number.
     """
     try:
-        return [kind(part) for part in names(text)]
+        found = [kind(part) for part in names(text)]
     except ValueError:
-        raise ConfigError(f"{what}, comma-separated where several, not {text!r}") from None
+        found = []
+    if not found:
+        raise ConfigError(f"{what}, comma-separated where several, not {text!r}")
+    return found

@@ -135,7 +135,7 @@ def _print_reports(cached: Any, full: Any | None) -> None:
             for name, report in rows.items()
         ]
     )
-    if full is not None:
+    if full is not None and cached.prompt_tokens:  # else no chunk was found, and no model asked
         ratio = full.ttft_ms / cached.ttft_ms
         out.print(f"first token {sooner(ratio)} than full prefill")
         if ratio < 1 and cached.prompt_tokens < _SHORT:

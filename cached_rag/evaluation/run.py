@@ -229,9 +229,7 @@ class Journal:
                 self.path.write_text("".join(lines[:-1]), encoding="utf-8")
 
     def _keep(self, row: dict[str, Any]) -> None:
-        # Rows of before there were digests may be of another file of that name: they serve no more.
-        example = row.get("example", "")
-        self._rows[row["data"], example, row["method"], row["ratio"]] = row
+        self._rows[row["data"], row["example"], row["method"], row["ratio"]] = row
 
     def __contains__(self, key: _Key) -> bool:
         return key in self._rows
@@ -264,12 +262,8 @@ def _reported(path: Path) -> Iterator[None]:
 
 
 def origins(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Where measurements come from: each commit and machine once, with the number of its `rows`.
-
-    Measurements of before journals kept it have an origin of None.
-    """
-    unknown = dict.fromkeys(_ORIGIN)
-    found = Counter(tuple((row.get("origin") or unknown).items()) for row in rows)
+    """Where measurements come from: each commit and machine once, with the number of its `rows`."""
+    found = Counter(tuple(row["origin"].items()) for row in rows)
     return [{**dict(origin), "rows": count} for origin, count in found.most_common()]
 
 
@@ -334,10 +328,10 @@ class Settings:
         """
         asked = {(path.stem, one.digest): one for path in self.data for one in self.asked(path)}
         for row in journal.rows():
-            example = asked.get((row["data"], row.get("example", "")))
+            example = asked.get((row["data"], row["example"]))
             if example is None:
                 continue
-            text, answers = row.get("text"), example.answers
+            text, answers = row["text"], example.answers
             yield row | {"right": None if text is None or not answers else right(text, answers)}
 
 

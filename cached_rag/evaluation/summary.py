@@ -51,10 +51,11 @@ def summarise(measurements: Iterable[Row], wanted: Iterable[tuple[str, float]]) 
     measured = list(measurements)
     kept = list(measured)
     if len({row["data"] for row in kept}) > 1:
-        kept += [row | {"data": POOLED, "example": (row["data"], _name(row))} for row in kept]
+        kept += [row | {"data": POOLED, "example": (row["data"], row["example"])} for row in kept]
     kept += _by_kind(measured)
     for row in kept:
-        groups.setdefault((row["data"], row["method"], row["ratio"]), {})[_name(row)] = row
+        # By its digest, as several questions may have the same id.
+        groups.setdefault((row["data"], row["method"], row["ratio"]), {})[row["example"]] = row
     sets = dict.fromkeys(data for data, _, _ in groups)
     pairs = list(wanted)
     return [
@@ -74,19 +75,11 @@ def _by_kind(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _name(row: Row) -> Any:
-    """What tells a question from others: its digest, as several may have the same id."""
-    return row.get("example", row["id"])
-
-
 def _row(data: str, method: str, ratio: float, found: dict[str, Row], full: dict[str, Row]) -> Row:
     ids = [name for name in found if name in full]
     own, base = [found[i] for i in ids], [full[i] for i in ids]
     # Paired, as prompts of one set may be several times as long as those of another.
-    speedups = [
-        a.get("full_ttft_ms", b["ttft_ms"]) / a["ttft_ms"]  # full's in the same run
-        for a, b in zip(own, base, strict=True)
-    ]
+    speedups = [row["full_ttft_ms"] / row["ttft_ms"] for row in own]  # full's in the same run
     return {
         "method": method,
         "ratio": ratio,
@@ -139,33 +132,32 @@ class Interval:
     high: float
 
 
-def bootstrap(differences: Sequence[float], seed: int = 0) -> Interval:
+def bootstrap(differences: Sequence[float]) -> Interval:
     """Mean of paired differences with a 95 % bootstrap interval (percentiles); deterministic."""
     values = np.asarray(differences, dtype=np.float64)
-    low, high = np.quantile(values[_draws(len(values), seed)].mean(axis=1), (0.025, 0.975))
+    low, high = np.quantile(values[_draws(len(values))].mean(axis=1), (0.025, 0.975))
     return Interval(float(values.mean()), float(low), float(high))
 
 
-def bootstrap_ratio(pairs: Sequence[tuple[float, float]], seed: int = 0) -> Interval:
+def bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
     """Ratio of the sums of pairs, whose second is above 0, with an interval as `bootstrap`'s."""
     values = np.asarray(pairs, dtype=np.float64)
-    sums = values[_draws(len(values), seed)].sum(axis=1)
+    sums = values[_draws(len(values))].sum(axis=1)
     low, high = np.quantile(sums[:, 0] / sums[:, 1], (0.025, 0.975))
     mine, its = values.sum(axis=0)
     return Interval(float(mine / its), float(low), float(high))
 
 
-def _draws(count: int, seed: int) -> NDArray[np.int64]:
-    return np.random.default_rng(seed).integers(0, count, (_RESAMPLES, count))
+def _draws(count: int) -> NDArray[np.int64]:
+    return np.random.default_rng(0).integers(0, count, (_RESAMPLES, count))
 
 
-def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") -> None:
-    """Draw mean `loss` over the data sets against TTFT as a share of full prefill's.
+def plot_frontier(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw mean divergence over the data sets against TTFT as a share of full prefill's.
 
     Args:
         rows: from `summarise`.
         path: an image file; its suffix names the format.
-        loss: name of the figure to draw, e.g. "kl" or "nll_diff".
 
     Raises:
         EvaluationError: matplotlib is missing, or does not know the format.
@@ -173,22 +165,22 @@ def plot_frontier(rows: Sequence[dict[str, Any]], path: Path, loss: str = "kl") 
     rows = [row for row in rows if row["data"] != POOLED and "/" not in row["data"]]  # no kinds
     figure, axes = new_figure()
     for method in dict.fromkeys(row["method"] for row in rows):
-        points = sorted(_points([row for row in rows if row["method"] == method], loss))
+        points = sorted(_points([row for row in rows if row["method"] == method]))
         times, losses, _ = zip(*points, strict=True)
         axes.plot(times, losses, marker="o", label=method)
         for time, lost, ratio in points:
             axes.annotate(f"{ratio:g}", (time, lost), fontsize=7)
-    axes.set(xlabel="TTFT / full prefill's TTFT", ylabel=f"{loss} against full prefill")
+    axes.set(xlabel="TTFT / full prefill's TTFT", ylabel="kl against full prefill")
     axes.legend(fontsize=8)
     save(figure, path)
 
 
-def _points(rows: Sequence[dict[str, Any]], loss: str) -> list[tuple[float, float, float]]:
-    """(time, loss, ratio) of one method at each ratio, averaged over the data sets."""
+def _points(rows: Sequence[dict[str, Any]]) -> list[tuple[float, float, float]]:
+    """(time, divergence, ratio) of one method at each ratio, averaged over the data sets."""
     return [
         (
             statistics.fmean(1 / row["speedup"] for row in rows if row["ratio"] == ratio),
-            statistics.fmean(row[loss] or 0.0 for row in rows if row["ratio"] == ratio),
+            statistics.fmean(row["kl"] or 0.0 for row in rows if row["ratio"] == ratio),
             ratio,
         )
         for ratio in dict.fromkeys(row["ratio"] for row in rows)

@@ -57,7 +57,7 @@ class JsonArguments:
         """
         try:
             stop = _DECODER.raw_decode(text)[1]
-        except ValueError:
+        except (ValueError, RecursionError):
             return text, None
         return text[:stop], stop
 

@@ -55,23 +55,28 @@ def checked(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_text(value: Any, depth: int = 0) -> None:
-    """See that all texts in tools, calls or schemas can be encoded, and that they are not deep.
+    """See that all texts in tools and the like can be encoded, and that they are not deep.
 
     Raises:
         ConfigError: half of a surrogate pair, which no tokenizer takes; or more than 64 levels.
     """
     if depth > _DEEPEST:
-        raise ConfigError(f"tools, calls and schemas may be nested {_DEEPEST} levels deep at most")
+        raise ConfigError(
+            f"tools, calls, schemas and chat_template_kwargs are {_DEEPEST} levels deep at most; "
+            "send them with fewer levels"
+        )
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise ConfigError("half of a surrogate pair stands alone in a tool or call") from error
+            raise ConfigError(
+                "half of a surrogate pair stands alone; send whole characters"
+            ) from error
     elif isinstance(value, Mapping):
         for key, part in value.items():
             check_text(str(key), depth)
             check_text(part, depth + 1)
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for part in value:
             check_text(part, depth + 1)
 
@@ -87,7 +92,9 @@ def mapped_texts(value: Any, change: Callable[[str], str]) -> Any:
         return change(value)
     if isinstance(value, Mapping):
         return {change(str(key)): mapped_texts(part, change) for key, part in value.items()}
-    return [mapped_texts(part, change) for part in value] if isinstance(value, list) else value
+    if isinstance(value, list | tuple):
+        return [mapped_texts(part, change) for part in value]
+    return value
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -101,7 +108,7 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) or {}  # null is none, too
         except (ValueError, RecursionError):
             arguments = {"arguments": arguments}  # what a model was cut off at, shown as it is
     if not isinstance(arguments, Mapping):

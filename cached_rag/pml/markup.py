@@ -57,8 +57,10 @@ def parse_markup(source: str, file: str | None = None) -> Element:
     """The root element of an XML text.
 
     Raises:
-        PMLError: it is not well-formed, has a document type, or is nested too deeply.
+        PMLError: it is no string or not well-formed, has a document type, or is nested too deeply.
     """
+    if not isinstance(source, str):
+        raise PMLError(f"PML is a string, or in a file (`from_file`), not {source!r}", file=file)
     try:
         encoded = source.encode("utf-8")
     except UnicodeEncodeError as error:

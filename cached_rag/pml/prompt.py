@@ -117,6 +117,7 @@ class _Choice:
         waiting: list[str] = []
         imports = [index for index, part in enumerate(parts) if isinstance(part, Import)]
         for index, part in enumerate(parts):
+            self._check(part)
             if isinstance(part, Said):
                 self._say(part, scope)
             elif self.said:
@@ -136,6 +137,13 @@ class _Choice:
                 self.before[module.path] += waiting
                 waiting, last = [], module.path
                 self.read(part.parts, module.children, module.path)
+
+    def _check(self, part: object) -> None:
+        match part:
+            case str() | Import(name=str()) | Said(role=str(), text=str()):
+                return
+        what = f"a prompt is of strings, Import(name, ...) and Said(role, text), not of {part!r}"
+        raise self._fail(what, _NOWHERE)
 
     def _say(self, part: Said, scope: nodes.Path) -> None:
         if scope:
@@ -198,7 +206,7 @@ def select(
 
     Raises:
         PMLError: the prompt imports or sets what the schema does not have, or imports two modules
-            of a union.
+            of a union; or one of the parts is none.
     """
     root = Import(schema.name, **arguments).at(where or Where())
     choice = _Choice(file, imports={(): root})

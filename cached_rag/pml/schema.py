@@ -139,7 +139,7 @@ class Schema:
             arguments: arguments of the schema's parameters outside all modules.
 
         Raises:
-            PMLError: it imports or sets what the schema does not have.
+            PMLError: it imports or sets what the schema does not have; or one of the parts is none.
         """
         return SchemaPrompt(self, parts, arguments)
 
@@ -263,7 +263,7 @@ def _read_source(path: str | Path) -> str:
     """
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise PMLError(f"{path} cannot be read: {error}") from error
 
 

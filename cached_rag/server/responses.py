@@ -202,7 +202,8 @@ class Reply:
 
     def _begun(self, item: Json) -> Iterator[str]:
         self._output.append(item)
-        yield self._event("output_item.added", output_index=len(self._output) - 1, item=item)
+        begun = item | {"status": "in_progress"} | ({"content": []} if "content" in item else {})
+        yield self._event("output_item.added", output_index=len(self._output) - 1, item=begun)
 
     def _ended(self) -> Iterator[str]:
         """The events behind an item's last piece; nothing before the first item."""

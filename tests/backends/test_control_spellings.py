@@ -28,6 +28,7 @@ from cached_rag.backends.tokenizer import Tokenization
 
 # The template names a tool's results by name, and says what the model thought, as Qwen's does.
 TOLD = (
+    "{{ documents | tojson if documents }}"
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.reasoning_content or '' }}"
     "{{ m.name or '' }}{{ m.content | trim }}{% for c in m.tool_calls or [] %}"
@@ -126,6 +127,13 @@ def tool(engine, said, tmp_path):
     return rendered(engine, [{"role": "user", "content": "x"}], tools)
 
 
+def value(engine, said, tmp_path):
+    """Something that the template is given besides, for this prompt."""
+    documents = ({said: [said]},)
+    template = engine.tokenization.template
+    return template.render([{"role": "user", "content": "x"}], kwargs={"documents": documents})
+
+
 def tool_result(engine, said, tmp_path):
     function = {"name": "f", "arguments": {"x": said}}
     call = {"id": "1", "type": "function", "function": function}
@@ -160,7 +168,7 @@ def document(engine, said, tmp_path):
         return prompts.rendered(prompts.messages(said, texts))
 
 
-PLACES = [message, thought, tool, tool_result, pml_text, pml_argument, document]
+PLACES = [message, thought, tool, value, tool_result, pml_text, pml_argument, document]
 
 
 @pytest.mark.parametrize("place", PLACES)

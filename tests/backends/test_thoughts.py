@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import json
 from types import SimpleNamespace
 
@@ -135,6 +136,9 @@ def test_a_prompts_own_values_are_kept_for_the_next_one_within_bounds():
     assert template.render([USER], kwargs={"reasoning_effort": "level 3"}).text.endswith("3<t>")
     with pytest.raises(ConfigError, match="are JSON values"):
         template.render([USER], kwargs={"when": object()})
+    deep = functools.reduce(lambda inner, _: [inner], range(400), "x")
+    with pytest.raises(ConfigError, match="64 levels deep at most"):
+        template.render([USER], kwargs={"documents": deep})
 
 
 # Told apart ------------------------------------------------------------------------------------

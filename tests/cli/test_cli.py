@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, ConfigError, Engine
 from cached_rag.cli import main as cli
+from cached_rag.cli.eval import Comparing
 from cached_rag.cli.terminal import plain, print_json, sooner
 from cached_rag.errors import DocumentError, StoreError
 from cached_rag.rag.chunks import Embedder
@@ -62,6 +63,9 @@ def test_ask_prints_one_object_with_text_sources_and_report(index):
     assert answer["full"]["report"]["method"] == "full"
     shown = run(cli.app, [*arguments, "--dtype", "float32", "--compare"])
     assert "than full prefill" in shown.stdout
+    nothing = run(cli.app, [*arguments, "--min-score", "1", "--compare"])
+    assert nothing.exit_code == 0, nothing.exception
+    assert "Full prefill's answer: Nothing about this was found" in nothing.stdout
 
 
 def test_ask_drafts_unless_it_is_told_not_to(index):
@@ -601,6 +605,12 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
     assert "fewer than 30 questions" in shown.stdout
 
 
+def test_eval_writes_into_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = Comparing(journal="~/kept.jsonl", plot="~/out.png")
+    assert (found.journal, found.plot) == (tmp_path / "kept.jsonl", tmp_path / "out.png")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -609,6 +619,7 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
         (["doctor", "--model", "./no-model"], "there is no model folder"),
         (["eval", "--data", "x.jsonl", "--methods", "nope"], "method 'nope' is not one of"),
         (["eval", "--data", "x.jsonl", "--ratio", "much"], "a ratio is a number"),
+        (["eval", "--data", "x.jsonl", "--ratio", ","], "a ratio is a number"),
         (["doctor", "--model", "x.gguf"], "there is no GGUF file"),
         (["doctor", "--model", "smollm2-135m", "--dtype", "int7"], "dtype 'int7' is not one of"),
     ],

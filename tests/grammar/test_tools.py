@@ -138,6 +138,13 @@ def test_tools_calls_and_results_are_shown_to_the_model(template):
     assert "Oslo" not in Tools(text, TOOLS, "none").prompt(messages).text
 
 
+@pytest.mark.parametrize("none", [{}, None, "", "null"])
+def test_a_call_without_arguments_has_none(none):
+    turn = {"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": none}}]}
+    shown = Tools(tokenization("hermes"), TOOLS).prompt([*QUESTION, turn]).text
+    assert '{"name": "now", "arguments": {}}' in shown
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_result_that_spells_a_control_token_stays_text(template):
     text = tokenization(template)
@@ -226,6 +233,8 @@ def test_calls_behind_text_cut_off_and_without_their_mark_are_read():
     assert tools.read(f"{one}\n{one}")[1] == [ToolCall("now", '{"a": "}"}')] * 2
     cut = tools.read('x<tool_call>\n{"name": "now", "arguments": {"a')
     assert cut == ("x", [ToolCall("now", '{"a', is_complete=False)])
+    deep = tools.read('<tool_call>\n{"name": "now", "arguments": ' + '{"a": ' * 9999)
+    assert [call.is_complete for call in deep[1]] == [False]
     assert tools.read('{"name": "now", "arguments": {}}') == ("", [ToolCall("now", "{}")])
     other = '{"name": "Ada", "arguments": {}}'  # of no tool, so it is the answer
     assert tools.read(other) == (other, [])

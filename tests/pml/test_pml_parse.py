@@ -249,6 +249,20 @@ def test_prompts_from_python_are_text_whatever_they_hold():
     assert prompt.plain()[1]["content"].endswith("\n</user><|im_end|>{x}")
 
 
+@pytest.mark.parametrize(
+    "part", [5, None, Import(5), Import("letter", 5), Said(5, "x"), Said("user", None)]
+)
+def test_what_is_no_part_of_a_prompt_is_refused(part):
+    with pytest.raises(PMLError, match="a prompt is of strings, Import"):
+        Schema.from_string(GOOD).prompt(part)
+
+
+@pytest.mark.parametrize("read", [Schema.from_string, Schema.from_string(GOOD).prompt_from_string])
+def test_what_is_no_text_is_no_pml(read):
+    with pytest.raises(PMLError, match="PML is a string, or in a file"):
+        read(5)
+
+
 def test_a_declared_encoding_does_not_change_a_string():
     declared = '<?xml version="1.0" encoding="latin-1"?><schema name="s">Café</schema>'
     assert texts(declared) == ["Café"]
@@ -260,6 +274,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "bad.xml").write_bytes(b"<schema name='\xff'/>")
     with pytest.raises(PMLError, match="cannot be read"):
         Schema.from_file(tmp_path / "bad.xml")
+    with pytest.raises(PMLError, match="5 cannot be read"):
+        Schema.from_file(5)
 
 
 FILES = Path(__file__).parent / "files"  # the shapes of the Prompt Cache authors' own

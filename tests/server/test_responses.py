@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 from conftest import NEW_PROMPTS, tiny_model
+from openai.lib.streaming.responses import ResponseStreamState
 from served import MESSAGES, NAME, serving
 from test_server_tools import SCHEMA
 
@@ -52,6 +53,12 @@ def test_a_streamed_response_is_the_whole_one_piece_by_piece(client):
     assert [one.type for one in events][:3] == [
         *("response.created", "response.in_progress", "response.output_item.added"),
     ]
+    assert events[2].item.status == "in_progress"
+    state = ResponseStreamState(input_tools=[], text_format=openai.omit)
+    for event in events:
+        state.handle_event(event)
+    grown = state.accumulate_event(events[-1])
+    assert [part.text for part in grown.output[0].content] == [text]  # which is there once
     last = events[-1].response
     assert (last.status, last.output_text) == (whole.status, whole.output_text)
     assert last.usage == whole.usage
