@@ -274,8 +274,9 @@ class StoreConfig:
         composes: where layers keep states (Qwen 3.5, Granite 4 H), encode chunks all the same, with
             what they do to these states, for the method `compose`. An experiment: a chunk takes as
             many bytes as one or two states, twice with `first_exact` of an index (docs/methods.md).
-        ttl_seconds: KV is used no more so long after it was encoded, and deleted with the next that
-            is kept; None for never. For single texts, and to pin some, there is `Engine.hold`.
+        ttl_seconds: a text's KV is used no more so long after it was encoded, and deleted with the
+            next that is kept; None for never. What prompts left (`sequence_bytes`) has no such
+            time. For single texts, and to pin some, there is `Engine.hold`.
         write_back: encode chunks that a request missed in the background.
         finish_seconds: how long `Engine.close`, or the interpreter's end, may go on encoding chunks
             that still wait, so that the next process finds their KV on disk; 0 drops them. Without

@@ -141,7 +141,7 @@ class Batch:
             return
         request.is_adopted = True
         unrepaired = prefill.unrepaired(request.prompt)
-        self._sharing.adopt(sequence, request.prompt.beginning, unrepaired, request.room)
+        self._sharing.adopt(sequence, unrepaired, request.room)
         request.note_sharing()
 
     def work(self, computed: int) -> Work:

@@ -425,7 +425,7 @@ class Engine:
             pinned: whether it stays when others need room. Pins take half of a bound at most.
             ttl_seconds: so long from now on; then it is used no more, and deleted with the next KV
                 that is kept. `math.inf` for never. If a prompt has the text later, it is encoded
-                anew.
+                anew. What prompts with it left (`sequence_bytes`) serves on: see `forget`.
 
         Returns:
             How many KVs these are; a chunk that was encoded behind two prefixes has two.

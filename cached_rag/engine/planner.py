@@ -168,11 +168,6 @@ class TextPlanner:
         )
 
 
-# First tokens of each chunk that `auto` and `fast` repair where nothing can be watched: as many as
-# elsewhere. What the question's attention chooses there, its words do here (docs/llama_cpp.md).
-_ANCHORS = Epic(8)
-
-
 def choose(
     model: Backend, plan: Plan, config: GenerationConfig
 ) -> tuple[Plan, Selector, list[str]]:
@@ -210,7 +205,7 @@ def choose(
         method = Full() if switched else Prefix()
         plan = plan.taking(method.takes)
     if method.gives_way and not model.can_watch:
-        method = _unwatched(method, config.recompute_ratio)
+        method = _unwatched(method)
         notes.append(
             f"this model's attention cannot be watched, so {spelled(method)} is used instead, "
             'which keeps fewer of full prefill\'s answers; quality="exact" keeps them all'
@@ -229,11 +224,18 @@ def choose(
     return plan, method, notes
 
 
-def _unwatched(method: Selector, ratio: float | None) -> Selector:
-    """What replaces a method that gives way, on models whose attention cannot be watched."""
-    if ratio is None:  # more than its default keeps no more answers (docs/experiments.md)
-        ratio = min(getattr(method, "recompute_ratio", 0.0), Lexical.recompute_ratio)
-    return UnionSelector(members=(_ANCHORS, Lexical(ratio)))
+def _unwatched(method: Selector) -> Selector:
+    """What replaces a method that gives way, on models whose attention cannot be watched.
+
+    It has as many anchors, and the ratio, if one was asked for. What the question's attention
+    chooses elsewhere, its words do here (docs/llama_cpp.md).
+    """
+    default = getattr(type(method), "recompute_ratio", 0.0)
+    ratio = getattr(method, "recompute_ratio", default)
+    if ratio == default:  # more than `Lexical`'s keeps no more answers (docs/experiments.md)
+        ratio = min(ratio, Lexical.recompute_ratio)
+    anchors = Epic(getattr(method, "anchor_tokens", 8))
+    return UnionSelector(members=(anchors, Lexical(ratio)))
 
 
 def repair_mark(method: Selector) -> str:

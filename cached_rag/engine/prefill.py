@@ -312,9 +312,14 @@ def _leave_out(prompt: Prefilling, loader: LayerLoader | None, problem: StoreErr
 
 
 def unrepaired(prompt: Prefilling) -> tuple[Placement, ...]:
-    """Placements whose KV is in memory and was not changed by a repair, so it can be shared."""
+    """Placements whose KV is in memory and was not changed by a repair, so it can be shared.
+
+    Those in the prompt's beginning are not: their slots have what another prompt computed.
+    """
     return tuple(
         place
         for place in prompt.plan.placements
-        if isinstance(place.kv, ModuleKV) and (place.is_exact or not prompt.method.repairs)
+        if place.begin >= len(prompt.beginning)
+        and isinstance(place.kv, ModuleKV)
+        and (place.is_exact or not prompt.method.repairs)
     )

@@ -176,7 +176,6 @@ class Sharing:
     def adopt(
         self,
         sequence: RunningSequence,
-        beginning: Beginning,
         unrepaired: Sequence[Placement],
         room: int,
     ) -> None:
@@ -186,13 +185,12 @@ class Sharing:
         read by now, as they begin alike, stays as it is.
 
         Args:
-            beginning: as in `hold`.
             unrepaired: cached KV that was placed and not changed by a method.
             room: number of tokens that the answer may have.
         """
         whole, count = sequence.kv.own, len(sequence.ids)
         named = {_name(p, whole): p for p in unrepaired} if self._shares else {}
-        shared = [*sequence.taken, *self._elsewhere(named, len(beginning))]
+        shared = [*sequence.taken, *self._elsewhere(named)]
         others = _buffers([one for one in self._sequences if one is not sequence])
         if shared and id(whole) not in others:
             own = self._slabs.take(count - sum(map(len, shared)) + room)
@@ -222,12 +220,10 @@ class Sharing:
         used = _buffers(self._sequences) if self._shares else {}
         return [run for run in runs if len(run) >= MIN_SHARED and id(run.buffer) in used]
 
-    def _elsewhere(self, named: dict[_Name, Placement], done: int) -> list[Run]:
-        """Runs of chunks from slot `done` on that other sequences have; neighbours are joined."""
+    def _elsewhere(self, named: dict[_Name, Placement]) -> list[Run]:
+        """Runs of these chunks that other sequences have; neighbours are joined."""
         found: list[Run] = []
         for name, place in sorted(named.items(), key=lambda item: item[1].begin):
-            if place.begin < done:
-                continue
             for sequence in self._sequences:
                 if (there := sequence.chunks.get(name)) is not None:
                     moved = place.begin - there.begin

@@ -55,9 +55,13 @@ class Waiting:
         """
         with self._lock:
             self._check(request.tenant, len(self) - free)
-            if not self._tenants:
-                self._pace.start()
-            self._tenants.setdefault(request.tenant, deque()).append(request)
+            self._line(request.tenant).append(request)
+
+    def _line(self, tenant: str) -> deque[Request]:
+        """A tenant's line, to which a request is added now."""
+        if not self._tenants:
+            self._pace.start()
+        return self._tenants.setdefault(tenant, deque())
 
     def _check(self, tenant: str, count: int) -> None:
         """Raise if a tenant's next request may not wait, besides so many others."""
@@ -94,7 +98,7 @@ class Waiting:
     def put_back(self, request: Request) -> None:
         """Queue a request that was admitted again, before all others."""
         with self._lock:
-            self._tenants.setdefault(request.tenant, deque()).appendleft(request)
+            self._line(request.tenant).appendleft(request)
             self._tenants.move_to_end(request.tenant, last=False)
 
     def first(self) -> Request | None:

@@ -6,6 +6,7 @@ the text's KV may have. Knows SQLite; knows no tensor.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from cached_rag.kv.database import PATIENCE_S, Database, Problem, Row, is_sound, row_sum
 from cached_rag.kv.fingerprint import ids_digest, module_key
 
+_log = logging.getLogger(__name__)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS modules (
     id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, namespace TEXT NOT NULL,
@@ -286,7 +288,19 @@ class Catalog:
             yield from self.keys_of(model, ids, [_ALONE])
         query = "SELECT token_ids, context FROM others WHERE model = ? AND namespace = ?"
         for packed, context in self.database.rows(query, *self._scope):
-            yield from self.keys_of(model, unpack(packed), [((), str(context))])
+            yield from self.keys_of(model, self.tokens(packed), [((), str(context))])
+
+    def tokens(self, packed: object) -> tuple[int, ...]:
+        """The tokens in a row without a checksum; none, which is logged, if they are damaged."""
+        try:
+            return unpack(packed)
+        except (TypeError, ValueError):
+            _log.warning(
+                "a row in %s is damaged and left out; KV that it stands for may stay until "
+                "cached-rag store prune",
+                self.database.path,
+            )
+            return ()
 
     def counts(self, held: Container[str]) -> dict[str, int]:
         """By the digest of its text, how many of a module's keys are among those held."""
@@ -372,5 +386,5 @@ def pack(numbers: Sequence[int]) -> bytes:
 def unpack(data: object) -> tuple[int, ...]:
     """What `pack` has packed."""
     numbers = array("i")
-    numbers.frombytes(bytes(data))  # type: ignore[call-overload]
+    numbers.frombytes(data)  # type: ignore[arg-type]
     return tuple(numbers)

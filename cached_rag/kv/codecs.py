@@ -14,7 +14,7 @@ import torch
 from cached_rag.errors import ConfigError
 
 # Numbers that have a scale and a least value in common in four bits.
-_GROUP = 32
+GROUP = 32
 Tensors = dict[str, torch.Tensor]
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
@@ -121,9 +121,9 @@ _PARTS = ("levels", "scales", "least")
 
 def _grouped(side: torch.Tensor) -> Tensors:
     """Entries of the last axis in groups, in four bits; the last entry fills up the last group."""
-    missing = -side.shape[-1] % _GROUP
+    missing = -side.shape[-1] % GROUP
     whole = torch.cat([side, side[..., -1:].expand(*side.shape[:-1], missing)], dim=-1)
-    entries = whole.float().cpu().reshape(*side.shape[:-1], whole.shape[-1] // _GROUP, _GROUP)
+    entries = whole.float().cpu().reshape(*side.shape[:-1], whole.shape[-1] // GROUP, GROUP)
     lowest, highest = torch.aminmax(entries, dim=-1, keepdim=True)
     least, scales = lowest.bfloat16(), ((highest - lowest) / 15).bfloat16()
     steps = (entries - least.float()) / scales.float().clamp_min(torch.finfo(torch.float32).tiny)

@@ -125,7 +125,8 @@ class Evicting(Generic[V]):
         """See `KVStore.hold`."""
         held = [key for key in dict.fromkeys(keys) if key in self]
         moved = [k for k in held if pinned is not None and pinned != (k in self._pinned)]
-        pins = self._pinned_bytes + sum(self._size(self._queue(key)[key]) for key in moved)
+        kept = {key for key in self._pinned if key in self}
+        pins = sum(self._size(self._queue(key)[key]) for key in kept.union(moved))
         if pinned and moved and pins > PINNED_SHARE * self.max_bytes:
             raise too_many_pins(pins, self.max_bytes)
         for key in moved:

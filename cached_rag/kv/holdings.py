@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from cached_rag.errors import ConfigError, StoreError
-from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, inner_ids, unpack
+from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, inner_ids
 from cached_rag.kv.database import IN_MEMORY
 from cached_rag.kv.fingerprint import digest
 
@@ -164,8 +164,11 @@ class Removals:
             f" FROM {table} WHERE namespace = ?"
         )
         rows = self._database.rows(query, self._namespace)
-        found = [_Doomed(str(m), str(name), unpack(ids), count) for m, name, ids, count in rows]
-        return [one for one in found if text_digests is None or one.text_digest in text_digests]
+        return [
+            _Doomed(str(model), str(name), self._catalog.tokens(ids), count)
+            for model, name, ids, count in rows
+            if text_digests is None or name in text_digests
+        ]
 
 
 @dataclass(frozen=True)

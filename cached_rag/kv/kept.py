@@ -151,7 +151,9 @@ class KeptPrompts:
         self.signer = signer_name((secret or "").encode())
         self._disk = DiskStore(folder, secret=secret)
         self._database = Database(folder / _TABLE, _SCHEMA)
-        self._read: tuple[int, list[KeptPrompt]] | None = None
+        # Of one's own writing the database's version says nothing.
+        self._writes = 0
+        self._read: tuple[tuple[int, int], list[KeptPrompt]] | None = None
 
     def close(self) -> None:
         """Release files."""
@@ -165,7 +167,7 @@ class KeptPrompts:
 
     def all(self) -> list[KeptPrompt]:
         """The prompts, that which was used longest ago first."""
-        version = self._database.version()
+        version = self._database.version(), self._writes
         if self._read is None or self._read[0] != version:
             rows = self._database.rows(f"{_SELECT} ORDER BY used")
             told = [str(row[1]) for row in self._database.sound(rows)]
@@ -207,7 +209,7 @@ class KeptPrompts:
         row = (prompt.name, prompt.namespace, told, row_sum(told))
         with self._database.transaction() as connection:
             connection.execute(f"REPLACE INTO prompts VALUES (?, ?, ?, {_NOW}, ?)", row)
-        self._read = None  # of one's own writing the version says nothing
+        self._writes += 1
 
     def _has(self, prompt: KeptPrompt) -> bool:
         return bool(self._database.rows("SELECT 1 FROM prompts WHERE name = ?", prompt.name))
@@ -231,7 +233,7 @@ class KeptPrompts:
         """Count a use."""
         with self._database.transaction() as connection:
             connection.execute(f"UPDATE prompts SET used = {_NOW} WHERE name = ?", (prompt.name,))
-        self._read = None
+        self._writes += 1
 
     def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> int:
         """Delete a tenant's prompts that have a text, of all models; says how many there were.
@@ -253,7 +255,7 @@ class KeptPrompts:
         with self._database.transaction() as connection:
             names = [(prompt.name,) for prompt in prompts]
             connection.executemany("DELETE FROM prompts WHERE name = ?", names)
-        self._read = None
+        self._writes += 1
         self._delete({key for prompt in prompts for key in prompt.keys})
 
     def _delete(self, keys: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LateError
 from functools import partial
 from typing import TypeVar
@@ -427,9 +427,11 @@ class Calls:
         """
         self._check()
         began = time.monotonic()
-        future = self._threads.submit(self._done, work)
         try:
+            future = self._threads.submit(self._done, work)
             return future.result(self.timeout_s)
+        except (CancelledError, RuntimeError):  # `_done` raises neither: `close` came in between
+            raise self._was_closed() from None
         except LateError:
             future.cancel()
             self._breaker.failed(began)
@@ -451,7 +453,7 @@ class Calls:
 
     def _check(self) -> None:
         if self._closed.is_set():
-            raise StoreError(f"the remote store {self._transport.label} was closed in this process")
+            raise self._was_closed()
         if not self._breaker.allows():
             raise self._failure("it failed lately")
 
@@ -465,6 +467,9 @@ class Calls:
         if time.monotonic() - began < self.timeout_s:  # later is as bad as never
             self._breaker.succeeded()
         return result
+
+    def _was_closed(self) -> StoreError:
+        return StoreError(f"the remote store {self._transport.label} was closed in this process")
 
     def _failure(self, reason: str) -> StoreError:
         return StoreError(

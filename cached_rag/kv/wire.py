@@ -20,7 +20,7 @@ from safetensors.torch import save
 from cached_rag.errors import CorruptBlobError
 from cached_rag.kv.blob import contents, opened
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.codecs import Codec
+from cached_rag.kv.codecs import GROUP, Codec
 from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.tensor_file import TensorFile
 
@@ -53,7 +53,7 @@ class Sizes:
     def most_bytes(self, tokens: int) -> int:
         """The most that a value with the KV of so many tokens can have, in any codec."""
         wide = self.shapes.bytes_per_token // self.shapes.dtype.itemsize * 4
-        return 2 * wide * tokens + _HEADER_BYTES
+        return 2 * wide * (tokens + GROUP) + _HEADER_BYTES  # a group of tokens may be filled up
 
     def fits(self, kv: ModuleKV) -> bool:
         """Whether keys and values have these sizes, and positions that the model has."""

@@ -95,7 +95,10 @@ class PromptKV:
         return None
 
     def until(self, slot: int) -> PromptKV:
-        """The beginning of it, in those buffers that end at or before a slot."""
+        """The beginning of it, in those buffers that end at or before a slot; or at a stop."""
+        stops = tuple(stop for stop in self.stops if stop <= slot)
+        if self.stops:
+            slot = max(stops, default=0)
         runs = tuple(run for run in self.runs if run.slot + len(run) <= slot)
         end = sum(map(len, runs))
         return replace(
@@ -104,7 +107,7 @@ class PromptKV:
             runs=runs,
             exact_length=min(self.exact_length, end),
             chunks=tuple(chunk for chunk in self.chunks if chunk[1] <= end),
-            stops=tuple(stop for stop in self.stops if stop <= end),
+            stops=stops,
         )
 
     def find(self, text_digest: str, token_ids: Ids) -> int | None:

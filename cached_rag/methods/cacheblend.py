@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from cached_rag.methods.base import LayerCheck, Layout, Selector
-from cached_rag.options import require
+from cached_rag.options import check_range, require
 
-# Schedules start at 1.5 r. The gradual one falls to 0.5 r at the last layer: r on average.
+# Gradual filtering begins with 1.5 r and ends with 0.5 r at the last layer: r on average.
 _SPAN = 0.5
 _SCORES = ("values", "keys", "kv")
 
@@ -34,7 +35,7 @@ class CacheBlend(Selector):
     Attributes:
         recompute_ratio: share r of the reused tokens that is recomputed.
         check_layer: where deviations are measured, counted from the first layer that attends (>= 1:
-            up to that one there are none); of several layers each keeps fewer rows, the last one r.
+            up to that one there are none).
         gradual: the paper's gradual filtering (Figure 9): measured again at every layer from the
             check layer on, r on average.
         score: what deviates: the "values" (the authors' released code) or the "keys" (LMCache),
@@ -46,7 +47,7 @@ class CacheBlend(Selector):
     narrows: ClassVar[bool] = True
 
     recompute_ratio: float = 0.15
-    check_layer: int | tuple[int, ...] = 1
+    check_layer: int = 1
     gradual: bool = False
     score: str = "values"
 
@@ -54,39 +55,24 @@ class CacheBlend(Selector):
         super().__post_init__()
         known = ", ".join(_SCORES)
         require(self.score in _SCORES, f"score is one of {known}, not {self.score!r}")
-        if isinstance(self.check_layer, list):  # as it comes from text
-            object.__setattr__(self, "check_layer", tuple(self.check_layer))
-        layers = self._layers
-        are_layers = bool(layers) and all(type(one) is int and one >= 1 for one in layers)
-        require(
-            are_layers and list(layers) == sorted(set(layers)),
-            "check_layer is one layer or several, ascending, and >= 1: in the first layer keys "
-            "and values depend on no other token",
-        )
-
-    @property
-    def _layers(self) -> tuple[int, ...]:
-        return self.check_layer if isinstance(self.check_layer, tuple) else (self.check_layer,)
+        check_range(self, 1, math.inf, "check_layer")
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """Every row that is not exact."""
         return ~layout.exact
 
     def check_layers(self, layout: Layout) -> tuple[int, ...]:
-        """The check layers, and with `gradual` all after the first."""
+        """The check layer, and with `gradual` all after it."""
         if self.recompute_ratio == 1.0:
             return ()
-        places = [layout.first_attending + layer for layer in self._layers]
-        if self.gradual:
-            places = [*range(places[0], layout.num_layers)]
-        found = tuple(layer for layer in places if layer < layout.num_layers)
+        found = range(layout.first_attending + self.check_layer, layout.num_layers)
         attending = layout.num_layers - layout.first_attending
         require(
             bool(found),
             f"check_layer {self.check_layer}: from the first layer that attends there are "
             f"{attending} layers",
         )
-        return found
+        return tuple(found if self.gradual else found[:1])
 
     def narrow(self, check: LayerCheck, layout: Layout) -> torch.Tensor:
         """The rows that deviate most, within this layer's share of all reused tokens."""
@@ -109,5 +95,4 @@ class CacheBlend(Selector):
         if len(layers) == 1:
             return self.recompute_ratio
         done = layers.index(layer) / (len(layers) - 1)
-        last = 1 - _SPAN if self.gradual else 1.0
-        return min(1.0, self.recompute_ratio * (1 + _SPAN + (last - 1 - _SPAN) * done))
+        return min(1.0, self.recompute_ratio * (1 + _SPAN - 2 * _SPAN * done))

@@ -112,6 +112,14 @@ def test_what_several_prompts_begin_with_is_kept_from_the_second_on(opened):
     assert reused[2] > 0.5 * opened.count_tokens(prompts[2])
 
 
+def test_nobody_goes_on_where_a_forgotten_text_left_no_state(opened):
+    opened.sequences.clear()
+    opened.encode([[chunk] for chunk in CHUNKS])
+    asked(opened, ask(*CHUNKS[:2], system=HEAD))
+    opened.forget(CHUNKS[1:2])
+    assert asked(opened, ask(CHUNKS[0], CHUNKS[2], system=HEAD)).report.kept_tokens == 0
+
+
 def test_chunks_by_themselves_are_not_reused_and_it_is_said(opened):
     summary = opened.encode(CHUNKS)
     assert (summary.encoded, summary.present, summary.tokens) == (0, 0, 0)

@@ -216,10 +216,10 @@ def test_time_in_which_nobody_waits_is_no_pace(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("cached_rag.engine.waiting.time.monotonic", lambda: now[0])
     waiting = Waiting(None, 10)
-    for _ in range(8):
+    for number in range(8):
         now[0] += 1000
         one = queued("a", object())
-        waiting.add(one)
+        (waiting.add if number % 2 else waiting.put_back)(one)
         now[0] += 1
         waiting.admit(one)
     for _ in range(8):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import CHUNKS, FAMILIES, NEW_PROMPTS, tiny_model
+from conftest import CHUNKS, FAMILIES, NEW_PROMPTS, ask, tiny_model
 from crowd import ASKED, DOCUMENTS, GREEDY, PARTS, SYSTEM, WORDS, alone, begun
 
 from cached_rag import BatchConfig, Engine, StoreConfig
@@ -112,6 +112,26 @@ def test_approximate_beginnings_are_not_passed_on():
             answer = [stream.result() for stream in streams][1]
             assert answer.token_ids == alone[second]
             assert (answer.report.shared_kv_bytes > 0) == (first == second)
+
+
+def test_what_a_kept_prompt_computed_is_not_taken_for_a_chunk():
+    """The first prompt's slots have what stands behind its own head, not the chunk's KV."""
+    engine = Engine(tiny_model("llama"), StoreConfig(learn_prefixes=False, write_back=False))
+    heads = [{"system": f"You answer brief{end}."} for end in ("ly", "lz")]
+    asked, other = (ask(DOCUMENTS[0], **head) for head in heads)
+    wanted = {"max_tokens": 4, "logprobs": 0, "drafts": False}
+    expected = engine.generate(asked, method="full", **wanted).logprobs[-1].logprob
+    engine.sequences.clear()
+    engine.encode(DOCUMENTS, engine.head(asked, DOCUMENTS[0]), context=None)
+    engine.generate(other, method="full", max_tokens=2)
+    first = engine.stream(
+        ask(*DOCUMENTS, **heads[1]), method="reuse", max_tokens=60, ignore_eos=True
+    )
+    next(first)
+    assert first.report.kept_tokens > engine.count_tokens(DOCUMENTS[0])
+    answer = engine.generate(asked, method="prefix", **wanted)
+    first.close()
+    assert answer.logprobs[-1].logprob == pytest.approx(expected, abs=1e-3)
 
 
 def test_tenants_share_nothing():

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from cached_rag.config import CODEC_NAMES
+from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import codec_by_name
+from cached_rag.kv.layers import KVShapes, LayerShape
+from cached_rag.kv.wire import Sizes, Wire
 
 LEVELS = 15
 
@@ -55,6 +58,15 @@ def test_keys_are_scaled_by_channel_so_a_large_one_costs_the_small_ones_nothing(
     assert torch.equal(back("int4", large, values)[0][..., :-1], small)
     by_token, _ = back("int8", large, values)  # control: one scale for all channels of a token
     assert not torch.equal(by_token[..., :-1], back("int8", keys, values)[0][..., :-1])
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_a_single_token_is_not_too_many_bytes_to_be_brought(codec):
+    shapes = KVShapes.even(32, LayerShape(8, 128, 128), torch.bfloat16, torch.device("cpu"))
+    wire = Wire(codec_by_name(codec), sizes=Sizes(shapes, 8192, 128256))
+    sent = ModuleKV((5,), 0, *(side.zero_() for side in shapes.empty(1)))
+    packed = wire.pack("name", "a key", sent)
+    assert wire.unpack("name", packed, "a key", (5,)).token_ids == (5,)
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33])

@@ -210,6 +210,21 @@ def test_damaged_tokens_are_left_out_named_and_restored(folder, caplog):
         assert catalog.check() == []
 
 
+@pytest.mark.parametrize("damaged", ["'text'", "7", "x'0102030405'"])
+def test_damaged_tokens_without_a_checksum_are_left_out_and_said(folder, damaged, caplog):
+    columns = f"VALUES ('model', '', 'd', {damaged}"
+    for table in ("doomed", "doomed_far"):
+        change(folder / "catalog.sqlite", f"INSERT INTO {table} {columns})")
+    change(folder / "catalog.sqlite", f"INSERT INTO others {columns}, 'c')")
+    with closing(opened(folder)) as library, caplog.at_level(logging.WARNING):
+        assert library.shelf.fetch(BEHIND, IDS) is not None
+        assert "damaged and left out" in caplog.text
+        assert len([*library._catalog.keys()]) > 4
+    caplog.clear()
+    opened(folder).close()
+    assert not caplog.text  # what had to go is done with
+
+
 # Others, and rights -----------------------------------------------------------------------------
 
 

@@ -7,10 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from traceback import format_exception
+from types import SimpleNamespace
 
 import pytest
 import redis
@@ -24,7 +27,7 @@ from cached_rag.kv.blob import contents
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.layers import KVShapes, LayerShape
-from cached_rag.kv.remote import Breaker, RemoteTier
+from cached_rag.kv.remote import Breaker, Calls, RemoteTier
 from cached_rag.kv.tiers import Outbox
 from cached_rag.kv.transports import label_of, open_transport
 from cached_rag.kv.wire import Sizes, Wire
@@ -472,6 +475,22 @@ def test_one_bad_value_does_not_cost_its_neighbours(redis_at, tiers):
     assert found.keys() == {key(91)}
     assert len(problems) == 1
     client.close()
+
+
+def test_who_waits_for_a_turn_while_the_tier_closes_is_told():
+    calls = Calls(SimpleNamespace(label="redis://x"), 30)
+    begun, ends = threading.Semaphore(0), threading.Event()
+    with ThreadPoolExecutor() as others:
+        for _ in range(remote._THREADS):
+            others.submit(calls.ask, lambda: begun.release() or ends.wait())
+            begun.acquire()
+        late = others.submit(calls.ask, str)
+        while not calls._threads._work_queue.qsize():
+            time.sleep(0.01)
+        calls.close()
+        ends.set()
+        with pytest.raises(StoreError, match="closed"):
+            late.result()
 
 
 def test_closing_does_not_wait_for_a_server_that_is_gone(tmp_path, tiers):

@@ -176,6 +176,23 @@ def test_another_key_finds_nothing_and_leaves_it(finish_seconds, tmp_path):
     assert ask_again(signing_key="k" * 16)[1] > 150
 
 
+def test_what_is_told_while_the_table_is_read_is_not_missed(tmp_path, monkeypatch):
+    prompts = KeptPrompts(tmp_path / FOLDER)
+    first, second = (KeptPrompt("m", "", "", ids, (2,)) for ids in ((1, 2), (3, 4)))
+    prompts.tell(first)
+    sound = prompts._database.sound
+
+    def told_meanwhile(rows):
+        monkeypatch.undo()
+        prompts.tell(second)
+        return sound(rows)
+
+    monkeypatch.setattr(prompts._database, "sound", told_meanwhile)
+    assert prompts.all() == [first]
+    assert prompts.all() == [first, second]
+    prompts.close()
+
+
 def test_two_processes_share_a_folder(tmp_path):
     model = tiny_model("llama")
     with Engine(model, on_disk(tmp_path)) as one, Engine(model, on_disk(tmp_path)) as other:

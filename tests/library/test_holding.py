@@ -93,6 +93,15 @@ def test_pins_take_half_and_leave_the_rest_to_others(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_pins_whose_time_is_over_leave_their_share_to_others(kind, tmp_path, clock):
+    with Engine(tiny_model("llama"), settings(kind, tmp_path)) as engine:
+        engine.encode(OTHERS[:6])
+        assert engine.hold(OTHERS[:3], pinned=True, ttl_seconds=60) == 3
+        clock(61)
+        assert engine.hold(OTHERS[3:6], pinned=True) == 3
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
 def test_kv_whose_time_is_over_is_gone_and_comes_anew(kind, tmp_path, clock):
     with Engine(tiny_model("llama"), replace(settings(kind, tmp_path), write_back=False)) as engine:
         engine.encode(CHUNKS)

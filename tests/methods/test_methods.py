@@ -323,7 +323,8 @@ def test_what_cannot_be_joined_is_refused(text):
         "anchorflow:transfers_drift=maybe",
         "infoflow:depth=true",
         "infoflow:recompute_ratio=NaN",
-        "cacheblend:check_layer=[1.5]",
+        "cacheblend:check_layer=[1]",
+        "cacheblend:check_layer=1.5",
     ],
 )
 def test_bad_methods_are_refused(text):
@@ -353,7 +354,7 @@ def check(layer, fresh_values, fresh_keys=None):
     return LayerCheck(layer, slots, reused, keys, fresh_values, zeros, zeros)
 
 
-def test_cacheblend_by_values_by_keys_and_over_several_layers():
+def test_cacheblend_by_values_by_keys_and_layer_by_layer():
     layout = Layout(
         torch.tensor([False] * 5 + [True]), torch.zeros(6, dtype=torch.bool), ((0, 5),), 8
     )
@@ -362,10 +363,11 @@ def test_cacheblend_by_values_by_keys_and_over_several_layers():
     for score, token in (("values", 1), ("keys", 3)):
         kept = CacheBlend(0.2, score=score).narrow(check(1, values, keys), layout)
         assert kept.nonzero().flatten().tolist() == [token, 5]
-    several = CacheBlend(0.4, check_layer=(1, 3, 5))
-    assert several.check_layers(layout) == (1, 3, 5)
-    kept = [int(several.narrow(check(layer, values), layout).sum()) for layer in (1, 3, 5)]
-    assert kept[0] > kept[-1] == 3  # narrower and narrower, down to the ratio
+    assert CacheBlend(0.4, check_layer=3).check_layers(layout) == (3,)
+    gradual = CacheBlend(0.4, check_layer=3, gradual=True)
+    assert gradual.check_layers(layout) == (3, 4, 5, 6, 7)
+    kept = [int(gradual.narrow(check(layer, values), layout).sum()) for layer in (3, 5, 7)]
+    assert kept == [4, 3, 2]  # narrower and narrower, the ratio on average
 
 
 def test_auto_takes_less_of_settled_modules_and_fast_the_same():

@@ -30,12 +30,26 @@ def test_auto_takes_the_ratio_also_where_attention_cannot_be_watched(family):
     with Engine(tiny_model(family), NEW_PROMPTS) as engine:
         engine.encode(CHUNKS)
         _, full = prefilled(engine, method="full")
-        charge, whole = prefilled(engine, recompute_ratio=1.0)
-        assert charge == 1.0
-        assert torch.allclose(whole, full, atol=1e-4)
+        for given in ({"recompute_ratio": 1.0}, {"method": "auto:recompute_ratio=1.0"}):
+            charge, whole = prefilled(engine, **given)
+            assert charge == 1.0
+            assert torch.allclose(whole, full, atol=1e-4)
         some, control = prefilled(engine)
         assert some < 1.0
         assert not torch.allclose(control, full, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "used"),
+    [
+        ("fast", "epic:anchor_tokens=8+lexical:recompute_ratio=0.03"),
+        ("auto:anchor_tokens=64", "epic:anchor_tokens=64+lexical"),
+        ("auto:recompute_ratio=0.5", "epic:anchor_tokens=8+lexical:recompute_ratio=0.5"),
+    ],
+)
+def test_auto_keeps_its_options_where_attention_cannot_be_watched(asked, used):
+    with Engine(tiny_model("bloom"), NEW_PROMPTS) as engine:
+        assert engine.generate(PROMPT, method=asked, max_tokens=1).report.method == used
 
 
 def test_anchors_of_its_own_do_not_cost_anchorflow_its_ratio():
