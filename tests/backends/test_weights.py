@@ -300,6 +300,14 @@ def test_a_model_is_rounded_whole(family, weights):
     assert not torch.allclose(answers(model)[1], answers(exact)[1], atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_layer_whose_rows_are_no_whole_runs_of_the_kernel_stays_dense(weights):
+    network = nn.ModuleDict({"odd": nn.Linear(40, 16), "even": nn.Linear(48, 16)})
+    pack(network, network, weights, torch.bfloat16, "dense")
+    assert formats(network) == {"dense": 1, "int8": 1}
+    assert isinstance(network["odd"], nn.Linear)
+
+
 def test_formats_that_do_not_exist_or_not_here_are_refused(model_folder):
     with pytest.raises(ConfigError, match="not one of as stored, bf16, int8, int4"):
         load_model(model_folder, weights="q4")

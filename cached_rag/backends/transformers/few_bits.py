@@ -25,6 +25,8 @@ INT4_ROWS = 12
 INT8_ROWS = 6
 # The same beside weights in fp16, on two cores with AVX2; levels of 8 bits are never faster there.
 INT4_ROWS_OF_HALVES = 2
+# Torch's kernel for bytes reads so many inputs at once, past the end of a row, too.
+INT8_COLUMNS = 16
 # Weights are converted so many rows at a time, since they pass through fp32.
 _ROWS_AT_ONCE = 4096
 # Weights are kept in fp16 if that moves none further than bf16 would: by this share of the largest

@@ -16,6 +16,7 @@ from torch import nn
 
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes, return_memory
 from cached_rag.backends.transformers.few_bits import (
+    INT8_COLUMNS,
     FewBitLinear,
     HalfLinear,
     Int4Linear,
@@ -203,6 +204,8 @@ def _packed(
     None for a layer that stays as it is.
     """
     wanted = _form(name, part, weights, keeps)
+    if wanted == "int8" and part.in_features % INT8_COLUMNS:
+        wanted = None
     if wanted is None and keeps != "halves":
         return None
     own = part.groups.dense(torch.float32) if isinstance(part, StoredLinear) else part.weight.data
