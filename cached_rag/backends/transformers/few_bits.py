@@ -68,6 +68,11 @@ class FewBitLinear(nn.Module, ABC):
         return found.view(*hidden.shape[:-1], self.out_features)
 
     @property
+    def weight(self) -> torch.Tensor | None:
+        """Those of `dense`: some models read a layer's weights themselves (Jamba)."""
+        return getattr(self.dense, "weight", None)
+
+    @property
     @abstractmethod
     def scales_dtype(self) -> torch.dtype:
         """What rows are rounded to for the kernel.
@@ -105,6 +110,16 @@ class HalfLinear(nn.Module):
         return torch.ops.quantized.linear_dynamic_fp16(  # type: ignore[no-any-return]
             hidden, self.packed
         )
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(out_features, in_features) fp32 weights, unpacked each time; see `FewBitLinear`."""
+        return torch.ops.quantized.linear_unpack_fp16(self.packed)[0]  # type: ignore[no-any-return]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """(out_features,) fp32, if there is one."""
+        return torch.ops.quantized.linear_unpack_fp16(self.packed)[1]  # type: ignore[no-any-return]
 
 
 def has_half_kernel() -> bool:

@@ -42,6 +42,7 @@ Format = Literal["as stored", "bf16", "int8", "int4"]
 # What a layer keeps for passes with many rows.
 Keeps = Literal["nothing", "dense", "halves"]
 _HEAD = "lm_head"
+# No subclasses: routers of experts are some, and give back more than a product.
 _LINEAR = (nn.Linear, StoredLinear)
 FORMATS: tuple[Format, ...] = ("as stored", "bf16", "int8", "int4")
 
@@ -122,7 +123,7 @@ def pack(model: Any, network: nn.Module, weights: Format, dtype: torch.dtype, ke
     if weights == "bf16":
         return
     places = _places(model)
-    parts = {n: part for n, part in network.named_modules() if isinstance(part, _LINEAR)}
+    parts = {n: part for n, part in network.named_modules() if type(part) in _LINEAR}
 
     @torch.no_grad()
     def packed(name: str) -> nn.Module | None:
@@ -164,7 +165,7 @@ def _places(model: Any) -> dict[nn.Module, list[tuple[str, slice | None]]]:
     """For each linear layer of a model's lean form, where in the model it, or a part of it, is."""
     found: dict[nn.Module, list[tuple[str, slice | None]]] = {}
     for name, part in model.named_modules():
-        if isinstance(part, _LINEAR):
+        if type(part) in _LINEAR:
             whole, outputs = vars(part).get("whole", (part, None))
             found.setdefault(whole, []).append((name, outputs))
     return found
