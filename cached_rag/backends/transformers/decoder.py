@@ -152,14 +152,21 @@ def table_rounding(model: Any) -> float:
     return max(found, default=0.0)
 
 
+def rotations(config: Any) -> list[dict[str, Any]]:
+    """Parameters of a model's rotary embeddings; several if kinds of layers have their own."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [own for own in rope.values() if isinstance(own, dict)] or [rope]
+
+
 def switch(config: Any) -> int | None:
-    """The length beyond which rotary frequencies change; None if they never do."""
+    """The length beyond which rotary frequencies change, of any layer; None if they never do."""
     text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in _SWITCHING:
-        return None
-    own = rope.get(_ORIGINAL) or getattr(text, _ORIGINAL, None)
-    return int(own or text.max_position_embeddings)
+    switching = (rope for rope in rotations(text) if rope.get("rope_type") in _SWITCHING)
+    lengths = (
+        rope.get(_ORIGINAL) or getattr(text, _ORIGINAL, None) or text.max_position_embeddings
+        for rope in switching
+    )
+    return min(map(int, lengths), default=None)
 
 
 def cache_argument(network: Any) -> str:

@@ -36,6 +36,7 @@ from cached_rag.backends.transformers.complete import (
     merge_adapter,
     text_half,
 )
+from cached_rag.backends.transformers.decoder import rotations
 from cached_rag.backends.transformers.gguf import convert, put_together
 from cached_rag.backends.transformers.lean import lean_model
 from cached_rag.backends.transformers.model import LanguageModel
@@ -286,11 +287,11 @@ def _context_length(config: Any) -> int:
     Qwen's own instructions add it and leave `max_position_embeddings` as it was.
     """
     text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
     stretched = 0
-    if rope.get("rope_type") == "yarn":
-        trained = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-        stretched = int(rope["factor"] * trained)
+    for rope in rotations(text):
+        if rope.get("rope_type") == "yarn":
+            trained = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+            stretched = max(stretched, int(rope["factor"] * trained))
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int):
