@@ -195,6 +195,16 @@ def test_a_switch_of_some_layers_alone_is_seen(kind):
     assert not found.can_batch
 
 
+def test_dynamic_rotation_does_not_remember_longer_prompts():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    sizes = FAMILIES["llama"][1] | {"rope_parameters": rope, "max_position_embeddings": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+    found = wrap_model(model, tiny_tokenizer(), name="dynamic", revision="dynamic")
+    ids = torch.tensor([random_ids(200)])
+    first, _, again = (found.forward(ids[:, :length]) for length in (100, 200, 100))
+    assert torch.equal(again, first)
+
+
 def test_cacheblend_computes_what_it_charges():
     model = tiny_model("llama")
     prefix, modules, ids = three_modules(model)

@@ -169,6 +169,18 @@ def switch(config: Any) -> int | None:
     return min(map(int, lengths), default=None)
 
 
+def forget_lengths(model: Any) -> None:
+    """Have dynamic NTK rotate by each pass's own length, not by the longest one's until then."""
+    for module in model.modules():
+        if "dynamic" in str(getattr(module, "rope_type", "")):
+            module.register_forward_pre_hook(_forget_lengths)
+
+
+def _forget_lengths(rotary: torch.nn.Module, _: Any) -> None:
+    for name in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
+        setattr(rotary, name, 0)  # any length is new then
+
+
 def cache_argument(network: Any) -> str:
     """What the forward method calls its KV cache; code that comes with a model may be older."""
     names = inspect.signature(network.forward).parameters

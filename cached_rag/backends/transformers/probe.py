@@ -22,6 +22,7 @@ from cached_rag.backends.transformers.decoder import (
     REMEDY,
     Decoder,
     decoder_layers,
+    forget_lengths,
     frequencies,
     switch,
     table_rounding,
@@ -89,6 +90,7 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
             something other than keys and values.
     """
     attention.register()
+    forget_lengths(model)
     convolve_rows(one.module for one in decoder_layers(model) if one.kind == CONVOLUTION)
     shapes, stateful = kv_shapes(model, _probe_ids(model)[:, :2])
     dense = Decoder(model, model, decoder_layers(model, shapes, stateful), is_fast=False)
