@@ -58,7 +58,7 @@ _KV_VERSION = 1
 _ALL_KINDS = "Model type should be one of"
 _TRUSTED = "trust_remote_code"
 # Part of the names of converted folders: raised when their content changes.
-_FOLDER_VERSION = 6
+_FOLDER_VERSION = 7
 
 
 @judged
