@@ -338,6 +338,13 @@ def test_gemma_attends_as_in_llama_cpp(kind, tmp_path):
 
 
 @pytest.mark.usefixtures("_own_cache")
+def test_what_transformers_cannot_describe_is_left_to_llama_cpp(tmp_path):
+    file = str(write_architecture(tmp_path / "tiny.gguf", "gemma4"))
+    with pytest.raises(ModelError, match=r'num_key_value_heads.*Try backend="llama.cpp"'):
+        load_model(file, device="cpu")
+
+
+@pytest.mark.usefixtures("_own_cache")
 @pytest.mark.parametrize("window", [0, 8])
 def test_the_window_of_phi_3_is_kept(window, tmp_path):
     model = load_model(str(write_gguf(tmp_path / "tiny.gguf", kind="phi3", window=window)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
@@ -65,14 +66,14 @@ _FOLDER_VERSION = 7
 def load_model(
     name: str,
     dtype: torch.dtype | str | None = None,
-    device: str | None = None,
+    device: torch.device | str | None = None,
     weights: str = "as stored",
     variant: Variant = Variant(),  # noqa: B008
 ) -> LanguageModel:
     """Load a model by alias, folder, GGUF file or hub id.
 
     Args:
-        name: see `resolve`.
+        name: see `resolve`; a `Path` will do.
         dtype: "float32", "bfloat16" or "float16"; None for the fastest one on this machine, in
             which layers of few bits round what they are given to bf16.
         device: "cpu", "cuda" or "mps"; None for the best one of this machine.
@@ -89,6 +90,7 @@ def load_model(
         ConfigError: there is no such device, dtype or format, or not on this device; or an option
             that the model does not have.
     """
+    name = str(name)  # of a path
     source = resolve(name)
     is_local = source.is_gguf or Path(source.path).is_dir()
     if variant.revision is not None and is_local:
@@ -96,7 +98,7 @@ def load_model(
             f"revision={variant.revision!r} is for models from the hub, and {name} are files on "
             "this machine; leave it out"
         )
-    device = device or best_device()
+    device = str(device or best_device())
     check_device(device)
     torch_dtype = parse_dtype(dtype) if dtype is not None else fastest_dtype(device)
     # Where a CPU has no bf16, few bits are read in it all the same, unless fp32 was asked for.
@@ -123,7 +125,7 @@ def load_model(
         if variant.model_kwargs == "{}":
             raise
         raise ConfigError(f"{name} cannot be loaded with model_kwargs: {error}") from error
-    except (OSError, ValueError, ImportError, NotImplementedError) as error:
+    except (OSError, ValueError, ImportError, NotImplementedError, StrictDataclassError) as error:
         raise _unloadable(name, source, error) from error
     revision = copied(model)
     packing.densify(model, load_dtype, keeps_groups=keeps != "dense")
