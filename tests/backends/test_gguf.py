@@ -9,6 +9,7 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
+from threading import Event, Thread
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -26,7 +27,7 @@ from cached_rag import load_model
 from cached_rag.backends import machine, resolve
 from cached_rag.backends.transformers import loading, packing
 from cached_rag.backends.transformers.complete import DiskEmbedding
-from cached_rag.backends.transformers.gguf import convert, set_attention
+from cached_rag.backends.transformers.gguf import _read_once, convert, set_attention
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.packing import densify
 from cached_rag.backends.untrusted import BoundedReader
@@ -67,6 +68,23 @@ def test_a_file_is_converted_once(file, monkeypatch):
     again = load_model(str(file), dtype="float32", device="cpu")
     assert again.fingerprint == first.fingerprint
     assert first.rule.is_movable
+
+
+def test_two_threads_may_read_files_at_once(file):
+    own, entered, ended = gguf.GGUFReader, Event(), Event()
+
+    def second():
+        with _read_once(file):
+            entered.set()
+            ended.wait()
+
+    thread = Thread(target=second)
+    with _read_once(file):
+        thread.start()
+        entered.wait(0.5)  # in vain
+    ended.set()
+    thread.join()
+    assert gguf.GGUFReader is own
 
 
 @pytest.mark.usefixtures("_own_cache")

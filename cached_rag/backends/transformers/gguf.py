@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import gguf
@@ -39,6 +40,7 @@ _EMBEDDING, _HEAD = "token_embd.weight", "lm_head"
 # Tensors that are in a model's configuration already, or follow from it.
 _COMPUTED = (*ROTATIONS, "attn_rot_embd.weight")
 _DENSE = {"F32", "F16", "BF16"}
+_READING = Lock()
 # Every so manieth layer of Gemma 3 sees everything, unless a file says otherwise.
 _PERIOD = 6
 _GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
@@ -118,14 +120,18 @@ def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
 
 @contextmanager
 def _read_once(source: Path) -> Iterator[BoundedReader]:
-    """Inside this context the file is read once: reading its vocabulary takes seconds."""
-    reader_type = gguf.GGUFReader
+    """Inside this context the file is read once: reading its vocabulary takes seconds.
+
+    What transformers reads files with is replaced meanwhile, by one thread at a time.
+    """
     reader = BoundedReader(source)
-    gguf.GGUFReader = lambda path, *_: reader if Path(path) == source else reader_type(path)
-    try:
-        yield reader
-    finally:
-        gguf.GGUFReader = reader_type
+    with _READING:
+        reader_type = gguf.GGUFReader
+        gguf.GGUFReader = lambda path, *_: reader if Path(path) == source else reader_type(path)
+        try:
+            yield reader
+        finally:
+            gguf.GGUFReader = reader_type
 
 
 def _tensors(
