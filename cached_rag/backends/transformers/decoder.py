@@ -94,43 +94,6 @@ def decoder_modules(model: Any) -> tuple[torch.nn.Module, ...]:
     raise ModelError(f"no list of {count} decoder layers was found in {type(model).__name__}")
 
 
-@dataclass(frozen=True)
-class HeadShapes:
-    """How a layer attends.
-
-    Attributes:
-        count, kv_count, dim: number of heads, of KV heads, and the width of each.
-        scaling: factor of the scores.
-        softcap: bound of the scores (Gemma 2); None for none.
-        rotates: whether queries and keys are rotated by position.
-        norms_whole: norms of queries and keys are over all heads at once (OLMo 2), not over each.
-    """
-
-    count: int
-    kv_count: int
-    dim: int
-    scaling: float
-    softcap: float | None = None
-    rotates: bool = True
-    norms_whole: bool = False
-
-
-def head_shapes(attention: Any, width: int) -> HeadShapes:
-    """How a layer attends, from its attention module and the width of its fused projection."""
-    dim: int = attention.head_dim
-    count = attention.o_proj.in_features // dim
-    query_norm = getattr(attention, "q_norm", None)
-    return HeadShapes(
-        count=count,
-        kv_count=(width // dim - count) // 2,
-        dim=dim,
-        scaling=attention.scaling,
-        softcap=getattr(attention, "attn_logit_softcapping", None),
-        rotates=bool(getattr(attention, "use_rope", True)),
-        norms_whole=query_norm is not None and query_norm.weight.numel() != dim,
-    )
-
-
 def frequencies(model: Any) -> list[tuple[float, ...]]:
     """Distinct vectors of inverse frequencies that the model holds or its configuration implies."""
     found = {
