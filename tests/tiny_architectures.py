@@ -296,10 +296,14 @@ _WRITERS = {
 }
 
 
-def write_architecture(path: Any, name: str) -> Any:
-    """Write the file of a model of one of `ARCHITECTURES`; the same in every run."""
+def write_architecture(path: Any, name: str, split_max_tensors: int = 0) -> Any:
+    """Write the file of a model of one of `ARCHITECTURES`; the same in every run.
+
+    Args:
+        split_max_tensors: how many tensors a file has at most, of a model that is split; 0 for all.
+    """
     architecture = ARCHITECTURES[name]
-    writer = gguf.GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=split_max_tensors)
     writer.add_block_count(len(architecture.layers))
     for key, value in (_FIELDS | architecture.fields).items():
         if value is not None:

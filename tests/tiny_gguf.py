@@ -28,7 +28,9 @@ _FUSED = {
 _PARTS = {"attn_q", "attn_k", "attn_v", "ffn_gate"}
 
 
-def write_gguf(path, matrices=None, *, kind="llama", add=None, without="", files=1, scale=1.0):
+def write_gguf(
+    path, matrices=None, *, kind="llama", add=None, without="", files=1, scale=1.0, window=0
+):
     """Write the file, its tokenizer inside: most weights in 4 bits, some in 5 and 8.
 
     Args:
@@ -37,6 +39,7 @@ def write_gguf(path, matrices=None, *, kind="llama", add=None, without="", files
         add: called with the writer, adds fields and tensors.
         without: the name of a tensor to leave out.
         scale: how large the weights but the norms' are; small ones round less.
+        window: the sliding window of a "phi3"; 0 for none.
         files: how many files to split it into, as `llama-gguf-split` names them.
     """
     writer = gguf.GGUFWriter(path, kind, split_max_tensors=0 if files == 1 else 20 // files)
@@ -52,7 +55,7 @@ def write_gguf(path, matrices=None, *, kind="llama", add=None, without="", files
     add_tokenizer(writer)
     if kind == "phi3":
         writer.add_pad_token_id(0)
-        writer.add_sliding_window(0)
+        writer.add_sliding_window(window)
     if add is not None:
         add(writer)
     random = np.random.default_rng(0)

@@ -184,12 +184,12 @@ class ChatTemplate:
 
     def _attempts(self, messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """The messages, and what says the same to templates that refuse them."""
-        users = [m | {"role": "user"} if m["role"] == "system" else m for m in messages]
-        folded = _merged(users)
+        folded = _merged(_as_users(messages))
         if any(message["role"] == "system" for message in messages) and not self._takes_system:
             return [folded]
         merged = _merged(messages)
-        attempts = [messages, merged, folded]
+        later = _merged([*merged[:1], *_as_users(merged[1:])])
+        attempts = [messages, merged, later, folded]
         return [one for at, one in enumerate(attempts) if one not in attempts[:at]]
 
     @cached_property
@@ -279,6 +279,10 @@ def _check_numbers(source: str) -> None:
                 f"the model's chat template computes with huge numbers (line {line}: {word}), "
                 "which no template needs; use another template or model"
             )
+
+
+def _as_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [m | {"role": "user"} if m["role"] == "system" else m for m in messages]
 
 
 def _merged(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

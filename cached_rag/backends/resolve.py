@@ -170,13 +170,17 @@ def _packaged(alias: Alias) -> ModelSource | None:
     return ModelSource(str(pieces[0]), True, alias.sha256, pieces)
 
 
+def split_files(path: Path) -> list[Path]:
+    """All files of a GGUF that is split, in order; else the one."""
+    split = _SPLIT.fullmatch(path.name)
+    if split is None:
+        return [path]
+    return sorted(path.parent.glob(f"{escape(split[1])}-*-of-{split[2]}.gguf"))
+
+
 def _gguf(path: Path) -> ModelSource:
     """A GGUF file; of one that is split, all files of it have their part in the digest."""
-    split = _SPLIT.fullmatch(path.name)
-    files = [path]
-    if split is not None:
-        files = sorted(path.parent.glob(f"{escape(split[1])}-*-of-{split[2]}.gguf"))
-    digests = [file_digest(file) for file in files]
+    digests = [file_digest(file) for file in split_files(path)]
     return ModelSource(str(path), True, digests[0] if len(digests) == 1 else digest(*digests))
 
 

@@ -69,6 +69,7 @@ _DIFFERS: dict[str, dict[str, Any]] = {
     },
     "falcon_h1": {"mamba_d_ssm": 128},
 }
+_SPREAD = 0.3
 _MOST_WEIGHTS = 30_000_000
 # Tokens of the prompt that models are run with, and how far, by share, two computations of the same
 # may be apart.
@@ -141,6 +142,10 @@ def examined(kind: str, config: Any, dtype: torch.dtype = torch.float32) -> str:
     torch.manual_seed(0)
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():  # ones and zeros would hide what norms, biases and decays do
+            for weights in model.parameters():
+                if weights.ndim < 2:
+                    weights.add_(torch.randn_like(weights) * _SPREAD)
         found = wrap_model(model, _Tokenizer(), name=kind, revision=digest(kind))
     except ModelError as error:
         return f"refused: {_reason(str(error))}"

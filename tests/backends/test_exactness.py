@@ -17,10 +17,12 @@ from conftest import (
     plain_logits,
     random_ids,
     tiny_model,
+    tiny_tokenizer,
 )
 from modules import MODULE, PREFIX, QUESTION, TOLERANCE, garbage, layout_of, three_modules
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from cached_rag import Engine, StoreConfig
+from cached_rag import Engine, StoreConfig, wrap_model
 from cached_rag.backends.transformers.attention import IMPLEMENTATION
 from cached_rag.errors import RelocationError
 from cached_rag.kv.buffer import KVBuffer
@@ -175,6 +177,32 @@ def test_longrope_refuses_prompts_across_its_switch():
     rule.check(10, 64)
     with pytest.raises(RelocationError, match="switch at 64"):
         rule.check(0, 65)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_switch_of_some_layers_alone_is_seen(kind):
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    sizes = {"max_position_embeddings": 80}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        rope["original_max_position_embeddings"], sizes = 80, {}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    sizes |= {"rope_parameters": {"full_attention": rope, "sliding_attention": plain}}
+    config = AutoConfig.for_model("gemma3_text", **(FAMILIES["gemma3"][1] | sizes))
+    model = AutoModelForCausalLM.from_config(config)
+    found = wrap_model(model, tiny_tokenizer(), name=kind, revision=kind)
+    assert found.rule.limit == 80
+    assert not found.can_batch
+
+
+def test_dynamic_rotation_does_not_remember_longer_prompts():
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    sizes = FAMILIES["llama"][1] | {"rope_parameters": rope, "max_position_embeddings": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+    found = wrap_model(model, tiny_tokenizer(), name="dynamic", revision="dynamic")
+    ids = torch.tensor([random_ids(200)])
+    first, _, again = (found.forward(ids[:, :length]) for length in (100, 200, 100))
+    assert torch.equal(again, first)
 
 
 def test_cacheblend_computes_what_it_charges():

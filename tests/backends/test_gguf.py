@@ -9,6 +9,8 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
+from threading import Event, Thread
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import gguf
@@ -17,6 +19,7 @@ import pytest
 import torch
 from conftest import VOCAB, plain_logits, random_ids, tiny_model, tiny_tokenizer
 from gguf import GGMLQuantizationType as Kind
+from tiny_architectures import write_architecture
 from tiny_gguf import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -24,7 +27,7 @@ from cached_rag import load_model
 from cached_rag.backends import machine, resolve
 from cached_rag.backends.transformers import loading, packing
 from cached_rag.backends.transformers.complete import DiskEmbedding
-from cached_rag.backends.transformers.gguf import convert, set_attention_scale
+from cached_rag.backends.transformers.gguf import _read_once, convert, set_attention
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.packing import densify
 from cached_rag.backends.untrusted import BoundedReader
@@ -65,6 +68,23 @@ def test_a_file_is_converted_once(file, monkeypatch):
     again = load_model(str(file), dtype="float32", device="cpu")
     assert again.fingerprint == first.fingerprint
     assert first.rule.is_movable
+
+
+def test_two_threads_may_read_files_at_once(file):
+    own, entered, ended = gguf.GGUFReader, Event(), Event()
+
+    def second():
+        with _read_once(file):
+            entered.set()
+            ended.wait()
+
+    thread = Thread(target=second)
+    with _read_once(file):
+        thread.start()
+        entered.wait(0.5)  # in vain
+    ended.set()
+    thread.join()
+    assert gguf.GGUFReader is own
 
 
 @pytest.mark.usefixtures("_own_cache")
@@ -320,8 +340,33 @@ def test_the_largest_gemma_has_a_scale_of_its_own(kind, layers, width, heads, sc
         hidden_size=width,
         num_attention_heads=heads,
     )
-    set_attention_scale(config, kind)
+    reader = SimpleNamespace(architecture=kind, fields={})
+    set_attention(config, reader)
     assert config.query_pre_attn_scalar == scale
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+def test_gemma_attends_as_in_llama_cpp(kind, tmp_path):
+    file = str(write_architecture(tmp_path / "tiny.gguf", kind))
+    model, other = load_model(file, dtype="float32", device="cpu"), load_backend(file, "llama.cpp")
+    ids = torch.tensor([random_ids(40, 1)])
+    found, own = model.forward(ids), other.forward(ids).float()
+    assert (found - own).norm() < 0.05 * own.norm()
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_what_transformers_cannot_describe_is_left_to_llama_cpp(tmp_path):
+    file = str(write_architecture(tmp_path / "tiny.gguf", "gemma4"))
+    with pytest.raises(ModelError, match=r'num_key_value_heads.*Try backend="llama.cpp"'):
+        load_model(file, device="cpu")
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("window", [0, 8])
+def test_the_window_of_phi_3_is_kept(window, tmp_path):
+    model = load_model(str(write_gguf(tmp_path / "tiny.gguf", kind="phi3", window=window)))
+    assert model.decoder.windows == (window or None,) * 2
 
 
 def test_a_cache_directory_that_cannot_be_written_is_named(file, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from tiny_gguf import LAYERS, write_gguf
 from transformers import AutoModelForCausalLM
 
 from cached_rag import Engine, StoreConfig
+from cached_rag.backends.llama_cpp import loading
 from cached_rag.backends.llama_cpp.assembly import Assembly, Call, calls
 from cached_rag.backends.llama_cpp.context import FullError
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
@@ -293,6 +294,17 @@ def test_what_is_not_explained_is_not_watched(tmp_path, name):
     ids, layers = torch.tensor([random_ids(LENGTH)]), model.shapes.num_layers
     with pytest.raises(ModelError, match="does not show"):
         model.repair(stale(model), ids, layout_of(CHUNK, layers=layers), InfoFlow())
+
+
+def test_a_split_file_is_read_whole(tmp_path, monkeypatch):
+    write_architecture(tmp_path / "tiny.gguf", "gpt-oss", split_max_tensors=20)
+    first, *others = sorted(tmp_path.glob("*-of-*.gguf"))
+    assert len(others) > 1
+    assert load_llama_cpp(str(first), threads=1).can_watch  # by sinks that others have
+    room = first.stat().st_size + loading.OVERHEAD_BYTES
+    monkeypatch.setattr(loading, "free_bytes", lambda _: room)
+    with pytest.raises(ModelError, match="does not fit"):
+        load_llama_cpp(str(first), threads=1)
 
 
 # The engine ----------------------------------------------------------------------------------

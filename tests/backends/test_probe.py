@@ -209,3 +209,10 @@ def test_layers_that_share_a_cache_are_refused(dtype):
     model.model.layers[2].self_attn.layer_idx = 1
     with pytest.raises(ModelError):
         probe.examine(model.to(getattr(torch, dtype)).eval())
+
+
+def test_windows_in_tables_of_masks_are_refused():
+    sizes = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 240}
+    config = AutoConfig.for_model("gpt_neo", attention_types=[[["global", "local"], 1]], **sizes)
+    with pytest.raises(ModelError, match="windows by tables"):
+        probe.examine(AutoModelForCausalLM.from_config(config))

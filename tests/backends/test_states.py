@@ -16,10 +16,12 @@ from conftest import (
 )
 
 from cached_rag import Engine, GenerationConfig, wrap_model
-from cached_rag.backends.transformers import states
+from cached_rag.backends.base import StepInput
+from cached_rag.backends.transformers import batch, states
 from cached_rag.errors import ModelError, RelocationError
 from cached_rag.evaluation.machine import examine, self_test
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.rows import RowKV
 
 TOLERANCE = 1e-4
 LENGTH = 150
@@ -63,6 +65,29 @@ def test_nothing_but_what_follows_the_states_can_be_computed():
         model.prefill(buffer, ids, torch.arange(30, 40))
     with pytest.raises(ModelError, match="scattered"):
         model.prefill(buffer, ids, torch.tensor([3, 39]))
+
+
+def test_a_step_that_fails_can_be_tried_again(monkeypatch):
+    model = tiny_model("qwen3_5")
+    rows, wanted = [], []
+    for seed in (3, 4):
+        ids = random_ids(21, seed)
+        buffer = KVBuffer.like(model.shapes, 21)
+        model.prefill(buffer, torch.tensor([ids[:20]]), num_logits=0)
+        rows.append(StepInput(RowKV(buffer, 20), ids[20:]))
+        wanted.append(plain_logits(model, ids)[-1])
+
+    def failing(decoder, row):
+        step(decoder, row)
+        if row is rows[1]:
+            raise torch.OutOfMemoryError
+
+    step = batch._step
+    monkeypatch.setattr(batch, "_step", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        model.step(rows)
+    monkeypatch.setattr(batch, "_step", step)
+    assert torch.allclose(model.step(rows), torch.stack(wanted), atol=TOLERANCE)
 
 
 def test_the_doctor_tries_what_there_is(opened):

@@ -84,6 +84,17 @@ def test_a_system_message_that_a_template_takes_stays_one():
     )
 
 
+def test_a_leading_system_message_stays_one_where_later_ones_are_refused():
+    refusal = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+    render = template_of(TEMPLATE.replace("%}", "%}" + refusal, 1)).render
+    answer = {"role": "assistant", "content": "So."}
+    assert render([SYSTEM, SYSTEM, ASKED, answer, SYSTEM, ASKED]).text == (
+        "<|im_start|>system\nBe brief.\n\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n"
+        "<|im_start|>user\nBe brief.\n\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 @pytest.mark.parametrize("template", [STRICT, DEAF, IN_PARTS])
 def test_every_way_to_ask_works_with_such_templates(template, tmp_path):
     with engine_with(template) as engine:

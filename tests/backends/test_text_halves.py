@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import torch
 from conftest import VOCAB, random_ids, tiny_tokenizer
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
 from cached_rag import Engine, load_model
 from cached_rag.backends.transformers.complete import load_complete, text_half
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ConfigError, ModelError
 
 _TEXT = {
     **{"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4},
@@ -71,6 +75,33 @@ def test_a_folder_with_both_halves_is_a_model_like_any(tmp_path):
     model = load_model(str(tmp_path), dtype="float32")
     assert model.can_watch
     assert type(model.decoder.model).__name__ == "Gemma3ForCausalLM"
+
+
+def in_fp8(folder):
+    """Write a folder's linear layers in fp8, with scales, as models are published."""
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if re.search(r"layers.*_proj\.weight$", name)]:
+        blocks = weights[name].unflatten(0, (-1, 32)).unflatten(2, (-1, 32)) * 20
+        scales = blocks.abs().amax((1, 3)) / 448
+        levels = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)
+        weights |= {name: levels.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_text_half_in_fp8_becomes_dense_and_scales_are_not_left_out(tmp_path):
+    whole("gemma3").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    dense = load_model(str(tmp_path), dtype="float32", device="cpu")
+    in_fp8(tmp_path)
+    with pytest.raises(ModelError, match=r"weight_scale_inv.* configuration does not explain"):
+        load_model(str(tmp_path), device="cpu")
+    facts = json.loads((tmp_path / "config.json").read_text())
+    facts["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    found = load_model(str(tmp_path), dtype="float32", device="cpu")
+    part = "model.layers.0.mlp.up_proj"
+    own, weight = (one.decoder.model.get_submodule(part).weight for one in (dense, found))
+    assert torch.allclose(weight, 20 * own, atol=0.1)
 
 
 def test_an_image_in_a_message_is_refused(engine: Engine):

@@ -258,6 +258,13 @@ def test_the_server_has_an_adapter_and_thinking(monkeypatch):
     assert asked["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+def test_a_path_and_a_device_of_torchs_are_taken(model_folder):
+    with Engine.load(Path(model_folder), device="cpu") as engine:
+        assert engine.model.name == model_folder
+    found = load_model(model_folder, device=torch.device("cpu"))
+    assert found.fingerprint == engine.model.fingerprint
+
+
 def test_without_peft_an_adapter_says_what_to_install(model_folder, adapter, monkeypatch):
     from cached_rag.errors import MissingPackageError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import gguf
@@ -9,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from conftest import tiny_model
+from conftest import random_ids, tiny_model, tiny_tokenizer
 from gguf import GGMLQuantizationType as Kind
 from tiny_gguf import write_gguf
 from torch import nn
 
-from cached_rag import ConfigError, load_model
+from cached_rag import ConfigError, load_model, wrap_model
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers import few_bits, packing
 from cached_rag.backends.transformers.few_bits import (
@@ -298,6 +299,30 @@ def test_a_model_is_rounded_whole(family, weights):
     if network is not model.decoder.model:
         assert_same(model, replace(model, decoder=model.decoder.computed_by(model.decoder.model)))
     assert not torch.allclose(answers(model)[1], answers(exact)[1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_layer_whose_rows_are_no_whole_runs_of_the_kernel_stays_dense(weights):
+    network = nn.ModuleDict({"odd": nn.Linear(40, 16), "even": nn.Linear(48, 16)})
+    pack(network, network, weights, torch.bfloat16, "dense")
+    assert formats(network) == {"dense": 1, "int8": 1}
+    assert isinstance(network["odd"], nn.Linear)
+
+
+@needs_half_kernel
+@pytest.mark.parametrize("how", [("int8", "dense"), ("as stored", "halves")])
+@pytest.mark.parametrize("family", ["llama4", "jamba"])
+def test_routers_and_layers_whose_weights_are_read_compute_as_before(family, how):
+    weights, keeps = how
+    plain = tiny_model(family).decoder.model
+    model = wrap_model(
+        *(copy.deepcopy(plain), tiny_tokenizer()),
+        **{"name": family, "revision": family, "weights": weights, "keeps": keeps},
+    )
+    assert formats(model.decoder.network)["int8" if weights == "int8" else "fp16"] > 9
+    ids = torch.tensor([random_ids(12)])
+    found, own = model.forward(ids)[0], plain(input_ids=ids).logits[0, -1]
+    assert F.cosine_similarity(found, own, dim=0) > 0.99
 
 
 def test_formats_that_do_not_exist_or_not_here_are_refused(model_folder):

@@ -30,7 +30,7 @@ from cached_rag.backends.llama_cpp.model import LlamaCppModel
 from cached_rag.backends.llama_cpp.state_format import Dims, StateFormat
 from cached_rag.backends.llama_cpp.watch import Attention
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes
-from cached_rag.backends.resolve import ModelSource, made, resolve
+from cached_rag.backends.resolve import ModelSource, made, resolve, split_files
 from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
 from cached_rag.backends.transformers.gguf_rope import ROTATIONS
 from cached_rag.backends.transformers.kernels import Chunks, Scoring
@@ -90,6 +90,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         ModelError: the file is damaged, or does not fit in memory; or a GPU is wanted and the build
             has none.
     """
+    name = str(name)  # of a path
     library, source = api.load(), gguf_source(name)
     if on_gpu and not library.llama_supports_gpu_offload():
         raise ModelError(
@@ -97,8 +98,10 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
             "build for your GPU (docs/llama_cpp.md)"
         )
     path = whole_file(source)
-    _check_memory(name, path)
+    files = split_files(path)
+    _check_memory(name, files)
     reader = FileOutline(path)  # first, for llama.cpp ends the process over some files
+    reader.tensors += [one for file in files[1:] for one in FileOutline(file).tensors]
     params = api.default_params(library, api.ModelParams)
     params.n_gpu_layers = -1 if on_gpu else 0
     params.load_mode = api.LOAD_MODE_NONE  # mapped, it would change with the file, or end with it
@@ -147,8 +150,9 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
     return model
 
 
-def _check_memory(name: str, path: Path) -> None:
-    needed, free = path.stat().st_size + OVERHEAD_BYTES, free_bytes("cpu")
+def _check_memory(name: str, files: list[Path]) -> None:
+    needed = sum(file.stat().st_size for file in files) + OVERHEAD_BYTES
+    free = free_bytes("cpu")
     if needed > free:
         raise ModelError(
             f"{name} does not fit: its file and the first prompts take {needed / 2**30:.1f} GiB, "

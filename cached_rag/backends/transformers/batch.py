@@ -325,7 +325,18 @@ def step_batch(decoder: Decoder, batch: Sequence[StepInput], *, together: bool) 
     Args:
         together: compute all rows in one pass; else one row after another, each with one token.
     """
-    logits = _pass(decoder, batch) if together else torch.cat([_step(decoder, r) for r in batch])
+    kept = [(row.kv.own, row.kv.own.states) for row in batch]
+    for buffer, states in kept:  # a pass changes them where they are
+        buffer.states = states and states.copy()
+    try:
+        if together:
+            logits = _pass(decoder, batch)
+        else:
+            logits = torch.cat([_step(decoder, row) for row in batch])
+    except BaseException:
+        for buffer, states in kept:
+            buffer.states = states
+        raise
     for row in batch:
         if row.slots is None:
             row.kv.length = row.end

@@ -48,6 +48,8 @@ def text_half(config: Any) -> Any:
     if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     text.tie_word_embeddings = config.tie_word_embeddings  # files lack a head that is tied
+    if stored := getattr(config, "quantization_config", None):  # it stands beside both halves
+        text.quantization_config = stored
     return text
 
 
@@ -70,7 +72,8 @@ def load_complete(path: str, name: str, config: Any = None, **options: Any) -> A
 
     Raises:
         ModelError: the files lack weights, other than those that are tied or computed, or have some
-            of another shape than the configuration says; or an adapter lies among them.
+            of another shape than the configuration says, or of linear layers that the
+            configuration does not explain, as scales; or an adapter lies among them.
         OSError, ValueError, ImportError: as transformers raises them.
     """
     model, report = AutoModelForCausalLM.from_pretrained(
@@ -99,6 +102,14 @@ def load_complete(path: str, name: str, config: Any = None, **options: Any) -> A
         raise ModelError(
             f"{len(others)} weights of {name} have another shape than its configuration says "
             f"({names}); config.json and weights are of different models: download both again"
+        )
+    linears = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+    unused = [key for key in report["unexpected_keys"] if key.rpartition(".")[0] in linears]
+    if unused:
+        raise ModelError(
+            f"{name} has {_some(sorted(unused))}, which its configuration does not explain: its "
+            "linear layers would compute wrong numbers; download config.json again, or use a model "
+            "that is not quantised"
         )
     return model
 

@@ -94,43 +94,6 @@ def decoder_modules(model: Any) -> tuple[torch.nn.Module, ...]:
     raise ModelError(f"no list of {count} decoder layers was found in {type(model).__name__}")
 
 
-@dataclass(frozen=True)
-class HeadShapes:
-    """How a layer attends.
-
-    Attributes:
-        count, kv_count, dim: number of heads, of KV heads, and the width of each.
-        scaling: factor of the scores.
-        softcap: bound of the scores (Gemma 2); None for none.
-        rotates: whether queries and keys are rotated by position.
-        norms_whole: norms of queries and keys are over all heads at once (OLMo 2), not over each.
-    """
-
-    count: int
-    kv_count: int
-    dim: int
-    scaling: float
-    softcap: float | None = None
-    rotates: bool = True
-    norms_whole: bool = False
-
-
-def head_shapes(attention: Any, width: int) -> HeadShapes:
-    """How a layer attends, from its attention module and the width of its fused projection."""
-    dim: int = attention.head_dim
-    count = attention.o_proj.in_features // dim
-    query_norm = getattr(attention, "q_norm", None)
-    return HeadShapes(
-        count=count,
-        kv_count=(width // dim - count) // 2,
-        dim=dim,
-        scaling=attention.scaling,
-        softcap=getattr(attention, "attn_logit_softcapping", None),
-        rotates=bool(getattr(attention, "use_rope", True)),
-        norms_whole=query_norm is not None and query_norm.weight.numel() != dim,
-    )
-
-
 def frequencies(model: Any) -> list[tuple[float, ...]]:
     """Distinct vectors of inverse frequencies that the model holds or its configuration implies."""
     found = {
@@ -152,14 +115,33 @@ def table_rounding(model: Any) -> float:
     return max(found, default=0.0)
 
 
+def rotations(config: Any) -> list[dict[str, Any]]:
+    """Parameters of a model's rotary embeddings; several if kinds of layers have their own."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [own for own in rope.values() if isinstance(own, dict)] or [rope]
+
+
 def switch(config: Any) -> int | None:
-    """The length beyond which rotary frequencies change; None if they never do."""
+    """The length beyond which rotary frequencies change, of any layer; None if they never do."""
     text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in _SWITCHING:
-        return None
-    own = rope.get(_ORIGINAL) or getattr(text, _ORIGINAL, None)
-    return int(own or text.max_position_embeddings)
+    switching = (rope for rope in rotations(text) if rope.get("rope_type") in _SWITCHING)
+    lengths = (
+        rope.get(_ORIGINAL) or getattr(text, _ORIGINAL, None) or text.max_position_embeddings
+        for rope in switching
+    )
+    return min(map(int, lengths), default=None)
+
+
+def forget_lengths(model: Any) -> None:
+    """Have dynamic NTK rotate by each pass's own length, not by the longest one's until then."""
+    for module in model.modules():
+        if "dynamic" in str(getattr(module, "rope_type", "")):
+            module.register_forward_pre_hook(_forget_lengths)
+
+
+def _forget_lengths(rotary: torch.nn.Module, _: Any) -> None:
+    for name in [name for name in vars(rotary) if name.endswith("max_seq_len_cached")]:
+        setattr(rotary, name, 0)  # any length is new then
 
 
 def cache_argument(network: Any) -> str:

@@ -25,6 +25,8 @@ INT4_ROWS = 12
 INT8_ROWS = 6
 # The same beside weights in fp16, on two cores with AVX2; levels of 8 bits are never faster there.
 INT4_ROWS_OF_HALVES = 2
+# Torch's kernel for bytes reads so many inputs at once, past the end of a row, too.
+INT8_COLUMNS = 16
 # Weights are converted so many rows at a time, since they pass through fp32.
 _ROWS_AT_ONCE = 4096
 # Weights are kept in fp16 if that moves none further than bf16 would: by this share of the largest
@@ -66,6 +68,11 @@ class FewBitLinear(nn.Module, ABC):
         return found.view(*hidden.shape[:-1], self.out_features)
 
     @property
+    def weight(self) -> torch.Tensor | None:
+        """Those of `dense`: some models read a layer's weights themselves (Jamba)."""
+        return getattr(self.dense, "weight", None)
+
+    @property
     @abstractmethod
     def scales_dtype(self) -> torch.dtype:
         """What rows are rounded to for the kernel.
@@ -103,6 +110,16 @@ class HalfLinear(nn.Module):
         return torch.ops.quantized.linear_dynamic_fp16(  # type: ignore[no-any-return]
             hidden, self.packed
         )
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """(out_features, in_features) fp32 weights, unpacked each time; see `FewBitLinear`."""
+        return torch.ops.quantized.linear_unpack_fp16(self.packed)[0]  # type: ignore[no-any-return]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """(out_features,) fp32, if there is one."""
+        return torch.ops.quantized.linear_unpack_fp16(self.packed)[1]  # type: ignore[no-any-return]
 
 
 def has_half_kernel() -> bool:

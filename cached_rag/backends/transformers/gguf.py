@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import gguf
@@ -39,7 +40,9 @@ _EMBEDDING, _HEAD = "token_embd.weight", "lm_head"
 # Tensors that are in a model's configuration already, or follow from it.
 _COMPUTED = (*ROTATIONS, "attn_rot_embd.weight")
 _DENSE = {"F32", "F16", "BF16"}
-
+_READING = Lock()
+# Every so manieth layer of Gemma 3 sees everything, unless a file says otherwise.
+_PERIOD = 6
 _GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
 
 
@@ -63,7 +66,7 @@ def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         _convert_whole(where, folder, end_ids(reader, config))
         return
     set_rotation(config, reader)
-    set_attention_scale(config, kind)
+    set_attention(config, reader)
     generation = GenerationConfig.from_model_config(config)
     generation.eos_token_id = end_ids(reader, config)
     generation.save_pretrained(folder)
@@ -117,14 +120,18 @@ def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
 
 @contextmanager
 def _read_once(source: Path) -> Iterator[BoundedReader]:
-    """Inside this context the file is read once: reading its vocabulary takes seconds."""
-    reader_type = gguf.GGUFReader
+    """Inside this context the file is read once: reading its vocabulary takes seconds.
+
+    What transformers reads files with is replaced meanwhile, by one thread at a time.
+    """
     reader = BoundedReader(source)
-    gguf.GGUFReader = lambda path, *_: reader if Path(path) == source else reader_type(path)
-    try:
-        yield reader
-    finally:
-        gguf.GGUFReader = reader_type
+    with _READING:
+        reader_type = gguf.GGUFReader
+        gguf.GGUFReader = lambda path, *_: reader if Path(path) == source else reader_type(path)
+        try:
+            yield reader
+        finally:
+            gguf.GGUFReader = reader_type
 
 
 def _tensors(
@@ -274,12 +281,21 @@ def end_ids(reader: Any, config: Any) -> int | list[int] | None:
     return different if len(different) > 1 else next(iter(different), None)
 
 
-def set_attention_scale(config: Any, kind: str) -> None:
-    """Set what Gemma divides its scores by, of which a file says nothing.
+def set_attention(config: Any, reader: BoundedReader) -> None:
+    """Set the windows that the file names, and what Gemma divides its scores by, which none names.
 
-    Of most models it is the root of a head's width, as transformers takes it. The largest have
-    another, by which llama.cpp, too, knows them from the number of layers.
+    That is the root of a head's width. The largest have another, by which llama.cpp, too, knows
+    them from the number of layers.
     """
-    text = config.get_text_config()
+    kind, text = reader.architecture, config.get_text_config()
+    if kind == "phi3":
+        text.sliding_window = int(reader.number("attention.sliding_window", 0)) or None
+    if kind == "gemma3":
+        given = loader.read_field(reader, "gemma3.attention.sliding_window_pattern") or [_PERIOD]
+        layers = range(1, text.num_hidden_layers + 1)
+        slides = given if len(given) > 1 else [layer % given[0] for layer in layers]
+        text.layer_types = [f"{'sliding' if one else 'full'}_attention" for one in slides]
     if (kind, text.num_hidden_layers) in _GEMMA_27B:
         text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads
+    elif kind in ("gemma2", "gemma3"):
+        text.query_pre_attn_scalar = text.head_dim

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import Cache
 
 from cached_rag.backends.transformers.attention import attention
-from cached_rag.backends.transformers.decoder import HeadShapes, decoder_layers, head_shapes
+from cached_rag.backends.transformers.decoder import decoder_layers
 from cached_rag.backends.transformers.groups import Groups, StoredLinear, form_of, joined, keep
 from cached_rag.backends.transformers.packing import dense_of
 
@@ -61,7 +61,8 @@ class LeanLayer(nn.Module):
     def __init__(
         self,
         index: int,
-        heads: HeadShapes,
+        attention: Any,
+        width: int,
         parts: dict[str, nn.Module | None],
         activation: Callable[[torch.Tensor], torch.Tensor],
         residual_factor: float = 1.0,
@@ -69,11 +70,20 @@ class LeanLayer(nn.Module):
         """Put a layer together.
 
         Args:
+            attention: the module whose heads, scaling and norms it has.
+            width: of the product of queries, keys and values.
             parts: `qkv`, `o`, `gate_up`, `down`, and the norms.
             residual_factor: of what attention and MLP add to their input (Granite).
         """
         super().__init__()
-        self.layer_idx, self.heads = index, heads
+        self.layer_idx, self.dim = index, attention.head_dim
+        queries: int = attention.o_proj.in_features
+        self.sizes = [queries, (width - queries) // 2, (width - queries) // 2]
+        self.scaling = attention.scaling
+        self.softcap = getattr(attention, "attn_logit_softcapping", None)  # Gemma 2
+        self.rotates = bool(getattr(attention, "use_rope", True))
+        norm = getattr(attention, "q_norm", None)  # OLMo 2's is over all heads at once
+        self.norms_whole = norm is not None and norm.weight.numel() != self.dim
         for name, part in parts.items():
             self.register_module(name, part)
         self.activation, self._factor = activation, residual_factor
@@ -106,26 +116,24 @@ class LeanLayer(nn.Module):
 
     def _attend(self, hidden: torch.Tensor, rotary: Rotary, cache: Cache) -> torch.Tensor:
         batch, rows, _ = hidden.shape
-        heads = self.heads
         query, keys, values = self._projected(self.qkv(hidden))
-        if heads.rotates:
+        if self.rotates:
             query, keys = rotated(query, rotary), rotated(keys, rotary)
         keys, values = cache.update(keys.transpose(1, 2), values.transpose(1, 2), self.layer_idx)
         asked = query.transpose(1, 2)
         found, _ = attention(
-            self, asked, keys, values, None, scaling=heads.scaling, softcap=heads.softcap
+            self, asked, keys, values, None, scaling=self.scaling, softcap=self.softcap
         )
         return self.o(found.reshape(batch, rows, -1))
 
     def _projected(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each (batch, num_rows, heads, dim), the first two normed."""
-        heads, split = self.heads, (*qkv.shape[:2], -1, self.heads.dim)
-        sizes = [count * heads.dim for count in (heads.count, heads.kv_count, heads.kv_count)]
-        query, keys, values = torch.split(qkv, sizes, dim=-1)
-        if heads.norms_whole:
+        split = (*qkv.shape[:2], -1, self.dim)
+        query, keys, values = torch.split(qkv, self.sizes, dim=-1)
+        if self.norms_whole:
             query, keys = _normed(self.norm_query, query), _normed(self.norm_key, keys)
         query, keys, values = (part.view(split) for part in (query, keys, values))
-        if not heads.norms_whole:
+        if not self.norms_whole:
             query, keys = _normed(self.norm_query, query), _normed(self.norm_key, keys)
         return query, keys, values
 
@@ -272,7 +280,8 @@ def _layer(layer: Any, index: int) -> LeanLayer:
         }
     return LeanLayer(
         index,
-        head_shapes(attention, fused["qkv"].out_features),
+        attention,
+        fused["qkv"].out_features,
         {**fused, "o": attention.o_proj, "down": mlp.down_proj, **_norms(layer)},
         getattr(mlp, "act_fn", None) or mlp.activation_fn,
         getattr(layer, "residual_multiplier", 1.0),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
@@ -36,6 +37,7 @@ from cached_rag.backends.transformers.complete import (
     merge_adapter,
     text_half,
 )
+from cached_rag.backends.transformers.decoder import rotations
 from cached_rag.backends.transformers.gguf import convert, put_together
 from cached_rag.backends.transformers.lean import lean_model
 from cached_rag.backends.transformers.model import LanguageModel
@@ -57,21 +59,21 @@ _KV_VERSION = 1
 _ALL_KINDS = "Model type should be one of"
 _TRUSTED = "trust_remote_code"
 # Part of the names of converted folders: raised when their content changes.
-_FOLDER_VERSION = 6
+_FOLDER_VERSION = 7
 
 
 @judged
 def load_model(
     name: str,
     dtype: torch.dtype | str | None = None,
-    device: str | None = None,
+    device: torch.device | str | None = None,
     weights: str = "as stored",
     variant: Variant = Variant(),  # noqa: B008
 ) -> LanguageModel:
     """Load a model by alias, folder, GGUF file or hub id.
 
     Args:
-        name: see `resolve`.
+        name: see `resolve`; a `Path` will do.
         dtype: "float32", "bfloat16" or "float16"; None for the fastest one on this machine, in
             which layers of few bits round what they are given to bf16.
         device: "cpu", "cuda" or "mps"; None for the best one of this machine.
@@ -88,6 +90,7 @@ def load_model(
         ConfigError: there is no such device, dtype or format, or not on this device; or an option
             that the model does not have.
     """
+    name = str(name)  # of a path
     source = resolve(name)
     is_local = source.is_gguf or Path(source.path).is_dir()
     if variant.revision is not None and is_local:
@@ -95,7 +98,7 @@ def load_model(
             f"revision={variant.revision!r} is for models from the hub, and {name} are files on "
             "this machine; leave it out"
         )
-    device = device or best_device()
+    device = str(device or best_device())
     check_device(device)
     torch_dtype = parse_dtype(dtype) if dtype is not None else fastest_dtype(device)
     # Where a CPU has no bf16, few bits are read in it all the same, unless fp32 was asked for.
@@ -122,7 +125,7 @@ def load_model(
         if variant.model_kwargs == "{}":
             raise
         raise ConfigError(f"{name} cannot be loaded with model_kwargs: {error}") from error
-    except (OSError, ValueError, ImportError, NotImplementedError) as error:
+    except (OSError, ValueError, ImportError, NotImplementedError, StrictDataclassError) as error:
         raise _unloadable(name, source, error) from error
     revision = copied(model)
     packing.densify(model, load_dtype, keeps_groups=keeps != "dense")
@@ -286,11 +289,11 @@ def _context_length(config: Any) -> int:
     Qwen's own instructions add it and leave `max_position_embeddings` as it was.
     """
     text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
     stretched = 0
-    if rope.get("rope_type") == "yarn":
-        trained = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-        stretched = int(rope["factor"] * trained)
+    for rope in rotations(text):
+        if rope.get("rope_type") == "yarn":
+            trained = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+            stretched = max(stretched, int(rope["factor"] * trained))
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int):

@@ -16,6 +16,7 @@ from torch import nn
 
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes, return_memory
 from cached_rag.backends.transformers.few_bits import (
+    INT8_COLUMNS,
     FewBitLinear,
     HalfLinear,
     Int4Linear,
@@ -41,6 +42,7 @@ Format = Literal["as stored", "bf16", "int8", "int4"]
 # What a layer keeps for passes with many rows.
 Keeps = Literal["nothing", "dense", "halves"]
 _HEAD = "lm_head"
+# No subclasses: routers of experts are some, and give back more than a product.
 _LINEAR = (nn.Linear, StoredLinear)
 FORMATS: tuple[Format, ...] = ("as stored", "bf16", "int8", "int4")
 
@@ -121,7 +123,7 @@ def pack(model: Any, network: nn.Module, weights: Format, dtype: torch.dtype, ke
     if weights == "bf16":
         return
     places = _places(model)
-    parts = {n: part for n, part in network.named_modules() if isinstance(part, _LINEAR)}
+    parts = {n: part for n, part in network.named_modules() if type(part) in _LINEAR}
 
     @torch.no_grad()
     def packed(name: str) -> nn.Module | None:
@@ -163,7 +165,7 @@ def _places(model: Any) -> dict[nn.Module, list[tuple[str, slice | None]]]:
     """For each linear layer of a model's lean form, where in the model it, or a part of it, is."""
     found: dict[nn.Module, list[tuple[str, slice | None]]] = {}
     for name, part in model.named_modules():
-        if isinstance(part, _LINEAR):
+        if type(part) in _LINEAR:
             whole, outputs = vars(part).get("whole", (part, None))
             found.setdefault(whole, []).append((name, outputs))
     return found
@@ -203,6 +205,8 @@ def _packed(
     None for a layer that stays as it is.
     """
     wanted = _form(name, part, weights, keeps)
+    if wanted == "int8" and part.in_features % INT8_COLUMNS:
+        wanted = None
     if wanted is None and keeps != "halves":
         return None
     own = part.groups.dense(torch.float32) if isinstance(part, StoredLinear) else part.weight.data

@@ -22,6 +22,7 @@ from cached_rag.backends.transformers.decoder import (
     REMEDY,
     Decoder,
     decoder_layers,
+    forget_lengths,
     frequencies,
     switch,
     table_rounding,
@@ -86,9 +87,17 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
 
     Raises:
         ModelError: partial prefill does not reproduce the model's own prefill, or the model caches
-            something other than keys and values.
+            something other than keys and values, or has windows that cannot be tried.
     """
+    if "local" in getattr(
+        model.config, "attention_layers", ()
+    ):  # its tables of masks are GPT-Neo's
+        raise ModelError(
+            f"{type(model).__name__} masks what is outside its windows by tables for rows that "
+            f"follow each other, so scattered tokens of a long prompt would be wrong. {REMEDY}"
+        )
     attention.register()
+    forget_lengths(model)
     convolve_rows(one.module for one in decoder_layers(model) if one.kind == CONVOLUTION)
     shapes, stateful = kv_shapes(model, _probe_ids(model)[:, :2])
     dense = Decoder(model, model, decoder_layers(model, shapes, stateful), is_fast=False)
