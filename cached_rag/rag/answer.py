@@ -353,7 +353,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
 
 def conversation(history: Sequence[Answer | Message]) -> list[Turn]:
     """Earlier turns as messages of the user and the assistant; an answer stands for two."""
-    if isinstance(history, Answer | Mapping | str):
+    if isinstance(history, str) or not isinstance(history, Sequence):
         raise ConfigError("a history is a list of answers or messages, such as [answer]")
     said: list[Turn] = []
     for turn in history:
