@@ -62,9 +62,12 @@ def checked(turn: Message) -> Turn:
 
 
 def searched(question: str, history: Sequence[Turn]) -> str:
-    """What to search for: a question behind the last ones, for "And how often?" finds nothing."""
-    asked = [turn["content"] for turn in history if turn["role"] == "user"]
-    return "\n".join([*asked[-_SEARCHED:], question])
+    """What to search for: a question before the last ones, for "And how often?" finds nothing.
+
+    It stands first, and the newest next: of a long text, models read only the beginning.
+    """
+    asked = [turn["content"] for turn in reversed(history) if turn["role"] == "user"]
+    return "\n".join([question, *asked[:_SEARCHED]])
 
 
 @dataclass(frozen=True)
@@ -350,7 +353,7 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
 
 def conversation(history: Sequence[Answer | Message]) -> list[Turn]:
     """Earlier turns as messages of the user and the assistant; an answer stands for two."""
-    if isinstance(history, Answer | Mapping | str):
+    if isinstance(history, str) or not isinstance(history, Sequence):
         raise ConfigError("a history is a list of answers or messages, such as [answer]")
     said: list[Turn] = []
     for turn in history:

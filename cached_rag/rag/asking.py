@@ -74,13 +74,14 @@ class Asking:
         clock = Clock()
         # 1) The nearest chunks.
         lookup = self.look_up(searched(question, said), wanted, clock)
-        hits = lookup.hits
-        if not (hits or wanted.answer_anyway):
+        if not (lookup.hits or wanted.answer_anyway):
             return self.decline(question, lookup)
+        # 2) A prompt with as many of them as fit.
+        least = config.max_tokens
+        hits, rendered = self.prompts.fitting(question, lookup.hits, least, said)
         if wanted.reorder:
             hits = [hits[place] for place in self.engine.order([hit.text for hit in hits])]
-        # 2) A prompt with as many of them as fit.
-        hits, rendered = self.prompts.fitting(question, hits, config.max_tokens, said)
+            hits, rendered = self.prompts.fitting(question, hits, least, said)
         # 3) The answer, token by token, while it is taken.
         return self.begin(question, rendered, hits, lookup, config)
 

@@ -33,6 +33,9 @@ _LONGEST_TOKEN = 1000
 # A longer line was written by a machine, and has no places to split it at that the library knows.
 _LONGEST_LINE = 2000
 
+# Most tokens of a title before a chunk; its 200 characters may be more.
+TITLE_TOKENS = 64
+
 # A text, and its length in tokens.
 Piece = tuple[str, int]
 # Told a question and texts, says how well each of them answers it; the higher, the better.
@@ -69,7 +72,8 @@ class Splitter:
     Source code is split between its functions and classes (`_split_code`).
 
     Every chunk begins with its document's title, for among chunks of other documents it would
-    often be unclear what it is about. Takes time linear in a document's length.
+    often be unclear what it is about; of one that has too many tokens, with its beginning. Takes
+    time linear in a document's length.
 
     Args:
         count_tokens: gives the length of a text in the model's tokens.
@@ -89,12 +93,13 @@ class Splitter:
         else:
             texts = [part.strip() for part in self._split(document.text, 0, count)]
         chunks: list[Chunk] = []
-        place = 0
+        place, title = 0, document.title
+        while title and count(f"{title}\n\n") > TITLE_TOKENS:
+            title = title[:-1]
         for text in filter(None, texts):
             place = document.text.index(text, place)
             end = place + len(text)
-            is_headed = text.startswith(document.title)
-            headed = text if is_headed else f"{document.title}\n\n{text}"
+            headed = text if text.startswith(title) else f"{title}\n\n{text}"
             metadata = document.metadata(place, end)
             chunks.append(Chunk(document.source, document.title, len(chunks), headed, metadata))
             place = end

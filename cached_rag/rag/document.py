@@ -19,7 +19,8 @@ from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from cached_rag.errors import ConfigError, DocumentError
+from cached_rag.errors import DocumentError
+from cached_rag.options import check_types, require
 
 # Halves of surrogate pairs (U+D800 to U+DFFF) are no characters, and cannot be encoded.
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1b\x7f\ud800-\udfff]")
@@ -158,6 +159,9 @@ class DocumentLimits:
         max_characters: most characters of its text, what is known of its parts included. A small
             file may hold a long text: a table whose columns have long names, or one page that is
             shown a thousand times.
+
+    Raises:
+        ConfigError: one is of another type, or not positive.
     """
 
     max_document_bytes: int = MAX_BYTES
@@ -166,12 +170,11 @@ class DocumentLimits:
     max_characters: int = MAX_CHARACTERS
 
     def __post_init__(self) -> None:
+        check_types(self)
         for one in fields(self):
             value = getattr(self, one.name)
-            if value is not None and not 0 < value < 1 << 62:
-                raise ConfigError(f"{one.name} is to be positive, not {value}")
-            if value is None and one.name.startswith("max"):
-                raise ConfigError(f"{one.name} is a number; give a large one for any size")
+            is_one = value is None or 0 < value < 1 << 62
+            require(is_one, f"{one.name} is to be positive, not {value}")
 
     @property
     def need_a_process(self) -> bool:

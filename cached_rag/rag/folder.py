@@ -6,6 +6,7 @@ Loads no model before it is asked.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS, ModelConfig, StoreCon
 from cached_rag.errors import IndexMismatchError, StoreError
 from cached_rag.kv.eviction import until_when
 from cached_rag.kv.holdings import forget, held_bytes, hold
-from cached_rag.options import check_types, require
+from cached_rag.options import check_range, check_types, require
 from cached_rag.rag.answer import Prompts
 from cached_rag.rag.chunks import DEFAULT_EMBEDDING, Embedder, Embeddings, Reranker
 from cached_rag.rag.index import RECALLED, DocumentIndex
@@ -88,7 +89,8 @@ class Retrieval:
             with it maybe the answer.
 
     Raises:
-        ConfigError: k is no number from 1 to 100, or `min_score` none from -1 to 1.
+        ConfigError: k is no number from 1 to 100, `min_score` none from -1 to 1, or `where` no
+            filter.
     """
 
     k: int = 6
@@ -105,6 +107,11 @@ class Retrieval:
             least is None or -1 <= least <= 1,
             f"min_score is from -1 to 1, as a cosine similarity is, not {least}",
         )
+        where = self.where
+        require(
+            where is None or callable(where) or isinstance(where, Mapping),
+            f'where is like {{"source": "docs/*"}}, or a function of a Hit, not {where!r}',
+        )
 
 
 @dataclass(frozen=True)
@@ -116,10 +123,20 @@ class Reranking:
             hub id or folder of a cross-encoder; or a function that is called with the question and
             their texts, and gives a number for each, the higher the better.
         candidates: how many chunks the reranker is given, at least k.
+
+    Raises:
+        ConfigError: the reranker is neither a name nor a function, or `candidates` less than 1.
     """
 
     reranker: Reranker | str | None = None
     candidates: int = 24
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_range(self, 1, math.inf, "candidates")
+        given = self.reranker
+        is_one = given is None or isinstance(given, str) or callable(given)
+        require(is_one, f"reranker is a cross-encoder's name, or a function, not {given!r}")
 
 
 def as_kept(settings: Mapping[str, object]) -> dict[str, str]:

@@ -18,8 +18,9 @@ from threading import Event
 import numpy as np
 from numpy.typing import NDArray
 
-from cached_rag.errors import ConfigError, DocumentError, needs_extra
+from cached_rag.errors import DocumentError, needs_extra
 from cached_rag.library.encode import EncodeSummary
+from cached_rag.options import require
 from cached_rag.rag.chunks import Chunk
 from cached_rag.rag.document import Document, DocumentLimits, assembled
 from cached_rag.rag.finding import absolute, is_below, is_hidden, is_text, join, look_at, stamp
@@ -113,8 +114,10 @@ class Ingestion:
     ) -> IngestSummary:
         """Index and encode texts that are in no file; see `CachedRAG.add_texts`."""
         began = time.perf_counter()
-        if not isinstance(texts, Mapping):
-            raise ConfigError('texts are given by name: {"faq/12": "How is ..."}')
+        is_named = isinstance(texts, Mapping) and all(
+            isinstance(one, str) for pair in texts.items() for one in pair
+        )
+        require(is_named, 'texts are strings, given by name: {"faq/12": "How is ..."}')
         known = described(metadata)
         documents = [assembled(name, [(text, known)]) for name, text in texts.items()]
         for one in documents:

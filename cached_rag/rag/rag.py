@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from cached_rag.backends.prompt_text import Message
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, StoreError, needs_extra
-from cached_rag.options import parted
+from cached_rag.options import parted, require
 from cached_rag.rag.answer import Answer, AnswerStream, conversation, resumed, searched
-from cached_rag.rag.asking import Asking, Chat, find
+from cached_rag.rag.asking import Asking, Chat, check_question, find
 from cached_rag.rag.chunks import Embeddings, cross_encoder
 from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.finding import absolute, is_folder, is_path
@@ -69,7 +69,7 @@ class CachedRAG:
         path: str | Path,
         model: str | None = None,
         *,
-        embedding: str | Embeddings | None = None,
+        embedding: str | Path | Embeddings | None = None,
         engine: Engine | None = None,
         **options: Any,
     ) -> CachedRAG:
@@ -83,7 +83,7 @@ class CachedRAG:
         Args:
             model: alias, hub id, folder or GGUF file; None takes what the index has, or the
                 default.
-            embedding: a sentence-transformers name, or an object that embeds.
+            embedding: a sentence-transformers name or folder, or an object that embeds.
             engine: one that exists already, instead of loading `model`. It has settings of its own
                 for model, store and batch, so none of those may be given.
             options: settings by name, of `IndexConfig` (such as `search` and `context`),
@@ -94,11 +94,14 @@ class CachedRAG:
             ConfigError: a setting that is unknown, bad, or cannot apply.
             MissingPackageError: the packages of `[rag]` are not installed.
         """
+        if isinstance(embedding, os.PathLike):
+            embedding = os.fspath(embedding)
         if embedding is not None:
             options["embedding"] = getattr(embedding, "name", embedding)
         index, ranking, how, store, batch, limits = parted(options, *SETTINGS)
         store = {name: given for name, given in store.items() if name not in _THE_INDEXES}
         _check_that_apply(model, engine, [*_given(how | store | batch)], store)
+        reranking, reading = Reranking(**ranking), DocumentLimits(**limits)
         root = _folder(path)
         how, index = _given(how), _given(index)
         loading = vars(ModelConfig(**how))
@@ -116,10 +119,9 @@ class CachedRAG:
             engine,
             None if isinstance(embedding, str) else embedding,
         )
-        reranking = Reranking(**ranking)
         if isinstance(name := reranking.reranker, str):
             reranking = replace(reranking, reranker=cross_encoder(name, loading["device"]))
-        return cls(folder, DocumentLimits(**limits), reranking)
+        return cls(folder, reading, reranking)
 
     @property
     def path(self) -> Path:
@@ -435,9 +437,15 @@ class CachedRAG:
         Raises:
             ConfigError: an empty index or question, or a bad k, min_score, history or filter.
         """
+        check_question(question)
         self._folder.agree()
         text = searched(question, conversation(history))
         wanted = Retrieval(k, **parted(options, Retrieval)[0])
+        require(
+            not (wanted.reorder or wanted.answer_anyway),
+            "reorder and answer_anyway say how `ask` answers, and a search gives the nearest "
+            "chunks; leave them out",
+        )
         hits, _ = find(self._folder, text, wanted, self._reranking)
         return hits
 

@@ -55,6 +55,11 @@ _FRONT_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*(.+)$", re.MULTILINE | re.IGNO
 # A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
 # In texts of other encodings it is the other way round.
 _WHOLE = 4
+# Where a page names its encoding, near its beginning.
+_NAMED = re.compile(rb"<(?:meta|\?xml)\b[^<>]*(?:charset|encoding)\s*=", re.IGNORECASE)
+_BEGINNING = 4096
+# What browsers take these for: they have quotation marks, too.
+_MEANT = {"ISO-8859-1": "cp1252", "ISO-8859-9": "cp1254"}
 # A guess at an encoding that is less sure is none: of few characters beyond ASCII.
 _SURE = 0.08
 _WORD = r"[^\W_]+"
@@ -241,7 +246,7 @@ def is_built_in(path: Path | str) -> bool:
 
 
 def decoded(path: Path) -> str:
-    """A file's text: UTF-8, or what its bytes are likeliest to be.
+    """A file's text: UTF-8, else what a page says of itself, or its bytes are likeliest to be.
 
     Raises:
         DocumentError: it is no text.
@@ -254,12 +259,14 @@ def decoded(path: Path) -> str:
             return damaged
     import chardet
 
-    era = chardet.EncodingEra.MODERN_WEB
+    # What is named may be any encoding; not all are worth a guess.
+    is_named = _NAMED.search(data[:_BEGINNING]) is not None
+    era = chardet.EncodingEra.ALL if is_named else chardet.EncodingEra.MODERN_WEB
     found = chardet.detect(data, encoding_era=era, max_bytes=len(data))
     if found["encoding"] is None:
         raise DocumentError(f"{path}: is not text in any known encoding")
     encoding = found["encoding"] if found["confidence"] >= _SURE else "cp1252"
-    return data.decode(encoding, errors="replace")
+    return data.decode(_MEANT.get(encoding, encoding), errors="replace")
 
 
 def _damaged_utf8(data: bytes) -> str | None:

@@ -30,6 +30,8 @@ from cached_rag.rag.readers import is_built_in, load_document
 
 # How often the process is looked at.
 _LOOK_SECONDS = 0.05
+# How long a process that says no more may take to end.
+_DYING_SECONDS = 5.0
 # A process that has more memory after a document is not kept.
 _KEPT_BYTES = 256 << 20
 # Isolated, and this package is loaded from where it is: the folder around it may have documents.
@@ -132,8 +134,11 @@ class ConfinedReader:
         if len(answer) >= most_bytes:
             raise DocumentError(f"{shown(path)}: {too_long(self._limits.max_characters)}")
         if not answer.endswith(b"\n"):
+            with suppress(subprocess.TimeoutExpired):  # a parser may have closed its output
+                process.wait(_DYING_SECONDS)
+            self._end()
             raise DocumentError(
-                f"{shown(path)}: what reads it has died ({process.wait()}); repair or remove it"
+                f"{shown(path)}: what reads it has died ({process.returncode}); repair or remove it"
             )
         return answer
 

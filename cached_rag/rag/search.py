@@ -7,16 +7,16 @@ process writes there is found by the next search. Filters say which chunks may b
 from __future__ import annotations
 
 import json
-import math
 import re
 import reprlib
 import sqlite3
+import sys
 import threading
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from itertools import pairwise
 from typing import Any
 
@@ -27,11 +27,13 @@ from cached_rag.errors import ConfigError
 from cached_rag.kv.database import Database
 from cached_rag.rag.document import Metadata, searchable, shown
 
+# What makes a value a pattern.
+_WILD = re.compile(r"[*?\[]")
 # Characters of a title: that of a text without one is its first paragraph.
 _TITLE = 60
 # Fields that every chunk has; all others are metadata.
 FIELDS = ("source", "title", "ordinal")
-# Most characters of a value, for patterns take time quadratic in their length to be read.
+# Most characters of a field's patterns, which take time quadratic in their length to be read.
 _LONGEST = 4000
 # A chunk's columns without metadata, as an earlier version had it; and those its checksum is of.
 SIGNED = "c.id, d.title, c.ordinal, c.text, c.vector, c.metadata"
@@ -115,14 +117,15 @@ def judge(where: Where, known: Collection[str]) -> Callable[[Hit], bool]:
         if name not in FIELDS and name not in known:
             names = ", ".join([*FIELDS, *sorted(known)])
             raise ConfigError(f"no chunk has a field {name!r} to filter by; there are: {names}")
-        for value in _several(wanted):
-            is_long = isinstance(value, str) and len(value) > _LONGEST
-            if is_long or not isinstance(value, str | int | float):
-                raise ConfigError(
-                    f"a filter's value is a string of at most {_LONGEST} characters, a number, or "
-                    f"a collection of these; {name!r} has {reprlib.repr(wanted)}"
-                )
-    return lambda hit: all(_fits(_value(hit, name), wanted) for name, wanted in where.items())
+        values = _several(wanted)
+        is_plain = all(isinstance(value, str | int | float) for value in values)
+        if not is_plain or sum(map(len, _patterns(values))) > _LONGEST:
+            raise ConfigError(
+                "a filter's value is a string, a number, or a collection of these, with patterns "
+                f"of at most {_LONGEST} characters; {name!r} has {reprlib.repr(wanted)}"
+            )
+    tests = {name: _matcher(wanted) for name, wanted in where.items()}
+    return lambda hit: all(fits(_value(hit, name)) for name, fits in tests.items())
 
 
 def described(metadata: Mapping[str, object]) -> Metadata:
@@ -133,7 +136,7 @@ def described(metadata: Mapping[str, object]) -> Metadata:
     """
     for name, value in metadata.items():
         is_plain = isinstance(value, str) or (
-            isinstance(value, int | float) and math.isfinite(value)
+            isinstance(value, int | float) and abs(value) <= sys.float_info.max
         )
         if name in (*FIELDS, "text", "score") or not is_plain:
             raise ConfigError(
@@ -151,22 +154,36 @@ def _several(wanted: object) -> Collection[object]:
     return [wanted]
 
 
+def _patterns(values: Collection[object]) -> list[str]:
+    return [one for one in values if isinstance(one, str) and _WILD.search(one)]
+
+
 def _value(hit: Hit, name: str) -> object:
     return getattr(hit, name) if name in FIELDS else hit.metadata.get(name)
 
 
-def _fits(found: object, wanted: object) -> bool:
-    if found is None:
-        return False
-    if isinstance(wanted, str):
-        return str(found) == wanted or fnmatchcase(str(found), wanted)
+def _matcher(wanted: object) -> Callable[[object], bool]:
+    """Whether a field's value, None where there is none, is one of those that are wanted."""
     if isinstance(wanted, range):
-        with suppress(ValueError):
-            return found in wanted or int(str(found)) in wanted
-        return False
-    if isinstance(wanted, Collection):
-        return any(_fits(found, one) for one in wanted)
-    return found == wanted or str(found) == str(wanted)
+        return lambda found: _is_within(found, wanted)
+    values = _several(wanted)
+    known, numbers = {*map(str, values)}, {one for one in values if not isinstance(one, str)}
+    # Compiled here, once for all chunks; without any, it fits nothing.
+    pattern = re.compile("|".join(map(translate, _patterns(values))) or "(?!)")
+
+    def fits(found: object) -> bool:
+        if found is None:
+            return False
+        is_number = isinstance(found, int | float) and found in numbers
+        return is_number or str(found) in known or pattern.match(str(found)) is not None
+
+    return fits
+
+
+def _is_within(found: object, wanted: range) -> bool:
+    with suppress(ValueError):
+        return found in wanted or int(str(found)) in wanted
+    return False
 
 
 class Search:
@@ -216,8 +233,8 @@ class Search:
             words = self._index_of_words() if by != "vectors" else None
         if index is None:
             return []
-        among = self._fitting(where) if isinstance(where, Mapping) else None
         fits = where if callable(where) else None
+        among = None if where is None or callable(where) else self._fitting(where)
         total = index.ntotal if among is None else len(among)
         vector = vector.astype(np.float32)
         hits: dict[str, Hit] = {}

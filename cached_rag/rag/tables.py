@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from datetime import datetime, time, timedelta
 from decimal import ROUND_HALF_UP, Decimal, localcontext
+from operator import add, eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,16 @@ from cached_rag.rag.office import Archive, local, says
 # What a format has beside digits: colours and conditions, a currency, room for a character, a
 # character as it is, text in quotes.
 _BESIDE = re.compile(r"\[\$([^\]-]*)[^\]]*\]|\[[^\]]*\]|[_*].|\\(.)|\"([^\"]*)\"")
-_DIGITS = re.compile(r"[#0?][#0?,.]*")
-# Formats that are no plain number: scientific ones, fractions, text, thousands.
-_OTHER = re.compile(r"general|[eE][+-]|/|@|,(?![#0?])", re.IGNORECASE)
+# The same, or places for digits.
+_PIECE = re.compile(rf"{_BESIDE.pattern}|(\.?[#0?][#0?,.]*)")
+# Formats that are no plain number: general and scientific ones, days, fractions, thousands.
+_OTHER = re.compile(r"[a-z/\"\\]|,(?![#0?])", re.IGNORECASE)
+# Places whose digits are not one each, so that they cannot be parted.
+_UNEVEN = re.compile(r",|\..*[#?.]")
+# Which numbers a section is for; and what sections are for that do not say it, by how many.
+_RULE = re.compile(r"\[(<=|>=|<>|[<>=])(-?\d+(?:\.\d+)?)\]")
+_COMPARISONS = {"<": lt, "<=": le, ">": gt, ">=": ge, "=": eq, "<>": ne}
+_USUAL_RULES = ((), ("",), ("[>=0]", "[<0]"), ("[>0]", "[<0]", ""))
 _MOST_DECIMALS = 15
 
 # Enough to see what stands between values.
@@ -38,8 +46,8 @@ _TAGS = {
     **{"table-row": "tr", "table-cell": "td", "covered-table-cell": "td", "page": "div"},
 }
 _HIDDEN = ("tracked-changes", "annotation", "forms", "desc", "hidden-paragraph")
-# Most cells or rows that one element stands for; programs write an empty one for all that follow.
-_MOST_REPEATED = 50
+# Most cells or rows with text that one element stands for; and most columns, as LibreOffice has.
+_MOST_REPEATED, _MOST_COLUMNS = 50, 16_384
 
 
 def table_parts(source: str, between: str | None = None) -> Iterator[Part]:
@@ -139,32 +147,58 @@ def _shown(cell: Any) -> str:
 
 
 def formatted(number: float, code: str) -> str:
-    """A number by one of Excel's number formats; as it is if that is none for numbers.
+    """A number by one of Excel's number formats; as it is where that is not understood.
 
-    >>> formatted(0.125, "0.0%"), formatted(-1234.5, '#,##0.00" kg"')
-    ('12.5%', '-1,234.50 kg')
+    >>> formatted(0.125, "0.0%"), formatted(5551234, "###-####")
+    ('12.5%', '555-1234')
     """
-    sections = code.split(";")
-    is_own = number < 0 and len(sections) > 1
-    section = sections[is_own]
+    section, is_for_negative = _section(number, code or "General")
     plain = _BESIDE.sub("", section)
-    found = _DIGITS.search(plain)
-    if found is None or _OTHER.search(plain):
+    runs = [found[4] for found in _PIECE.finditer(section) if found[4]]
+    if _OTHER.search(plain) or (len(runs) > 1 and _UNEVEN.search("".join(runs))):
         return f"{number:.15g}"
-    whole, _, decimals = found[0].partition(".")
-    comma = "," if "," in whole else ""
-    places = min(len(decimals), _MOST_DECIMALS)
-    width = max(whole.count("0"), 1) + (places + 1 if places else 0)  # as of "00042"
     value = Decimal(repr(abs(number))).scaleb(2 * plain.count("%"))
+    digits, pieces = _digits(value, "".join(runs)), list[str]()
+    for run in runs[:0:-1]:  # the last digits stand in the last places, all others in the first
+        pieces.append(digits[-len(run) :])
+        digits = digits[: -len(run)]
+    pieces.append(digits)
+
+    def said(found: re.Match[str]) -> str:
+        return pieces.pop() if found[4] else "".join(text or "" for text in found.groups())
+
+    sign = "-" if number < 0 and not is_for_negative else ""
+    return f"{sign}{_PIECE.sub(said, section)}".strip()
+
+
+def _section(number: float, code: str) -> tuple[str, bool]:
+    """A format's section for a number, and whether it is for negative ones alone."""
+    sections = [one for one in code.split(";") if "@" not in one][:3]
+    if not any(map(_RULE.search, sections)):
+        sections = list(map(add, _USUAL_RULES[len(sections)], sections))
+    for section in sections:
+        rule = _RULE.search(section)
+        if rule is None:
+            return section, False
+        bound = float(rule[2])
+        if _COMPARISONS[rule[1]](number, bound):
+            return section, rule[1] in ("<", "<=") and bound <= 0
+    return "General", False
+
+
+def _digits(value: Decimal, places: str) -> str:
+    """A number's digits, in as many places as a format has."""
+    whole, _, decimals = places.partition(".")
+    comma = "," if "," in whole else ""
+    least = len(whole.replace(",", "").lstrip("#?"))
+    count = min(len(decimals), _MOST_DECIMALS)
+    width = max(least, 1) + (count + 1 if count else 0)  # as of "00042"
     with localcontext() as context:
         context.rounding = ROUND_HALF_UP
-        said = f"{value:0{width}{comma}.{places}f}"
-    always = len(said) - places + len(decimals.rstrip("#?"))  # behind it, zeros are left out
+        said = f"{value:0{width}{comma}.{count}f}"
+    always = len(said) - count + len(decimals.rstrip("#?"))  # behind it, zeros are left out
     said = (said[:always] + said[always:].rstrip("0")).removesuffix(".")
-    spelled = _BESIDE.sub(lambda beside: "".join(text or "" for text in beside.groups()), section)
-    before, _, behind = spelled.partition(found[0])
-    sign = "-" if number < 0 and not is_own else ""
-    return f"{sign}{before}{said}{behind}".strip()
+    return said if least else said.removeprefix("0")
 
 
 def read_opendocument(path: Path) -> Iterator[Part]:
@@ -249,14 +283,19 @@ def _rows(table: Any) -> Iterator[list[str]]:
     """The cells' texts as they are shown, of the rows that have any."""
     for row in table.iter("{*}table-row"):
         cells: list[str] = []
+        empty = 0  # those at a row's end, for all columns that there may be, are left out
         for cell in row.iterchildren("{*}table-cell", "{*}covered-table-cell"):
             said = "\n".join("".join(line.itertext()) for line in cell.iterfind("{*}p"))
-            cells += [said] * _repeated(cell, "columns")
+            count = _repeated(cell, "columns")
+            if said:
+                cells += [""] * empty + [said] * min(count, _MOST_REPEATED)
+                empty, count = 0, max(0, count - _MOST_REPEATED)
+            empty = min(empty + count, _MOST_COLUMNS - len(cells))
         if any(cells) and says(row, "visibility") in ("", "visible"):
-            for _ in range(_repeated(row, "rows")):
+            for _ in range(min(_repeated(row, "rows"), _MOST_REPEATED)):
                 yield cells
 
 
 def _repeated(element: Any, of: str) -> int:
     said = says(element, f"number-{of}-repeated")
-    return min(int(said), _MOST_REPEATED) if said.isdecimal() else 1
+    return int(said) if said.isdecimal() else 1

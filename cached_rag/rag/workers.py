@@ -26,7 +26,7 @@ from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.options import require
 from cached_rag.rag.answer import Prompts
-from cached_rag.rag.chunks import EMBED_CHUNKS, Chunk, Embedder, Embeddings, Splitter
+from cached_rag.rag.chunks import EMBED_CHUNKS, TITLE_TOKENS, Chunk, Embedder, Embeddings, Splitter
 from cached_rag.rag.document import Document, DocumentLimits
 from cached_rag.rag.folder import IndexFolder, contexts
 from cached_rag.rag.progress import Say
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 # Documents are encoded together until their chunks fill a few batches.
 _GROUP_CHUNKS = 32
-# A title has 200 characters at most.
-_TITLE_TOKENS = 64
 # Most bytes of KV that a worker keeps in memory: what it has encoded it does not need again.
 _WORKER_BYTES = 64 << 20
 
@@ -65,8 +63,8 @@ class Preparation:
         self._head = Prompts(engine, settings["system"]).head()
         room, before = engine.model.context_length, engine.count_tokens(self._head)
         require(
-            before + _TITLE_TOKENS + chunk_tokens <= room,
-            f"chunks of {chunk_tokens} tokens, a title ({_TITLE_TOKENS}) and the prompt's head "
+            before + TITLE_TOKENS + chunk_tokens <= room,
+            f"chunks of {chunk_tokens} tokens, a title ({TITLE_TOKENS}) and the prompt's head "
             f"({before}) exceed the model's context of {room}; choose smaller chunk_tokens in a "
             "new index, or a shorter system prompt",
         )

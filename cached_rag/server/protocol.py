@@ -70,6 +70,7 @@ def _whole(text: str) -> str:
 Text = Annotated[str, AfterValidator(_whole)]
 Name = Annotated[Text, Field(max_length=256)]
 Value = Annotated[Text, Field(max_length=1000)] | int | float
+Values = Annotated[list[Value], Field(max_length=_MOST)]
 Chunks = Annotated[int, Field(ge=1, le=100)]  # as `Retrieval`, whose packages may be missing
 Score = Annotated[float, Field(ge=-1, le=1)]
 Stop = Annotated[Text, Field(max_length=1000)]
@@ -225,7 +226,7 @@ class ChatRequest(_Settings):
     reasoning_effort: Name | None = None
     k: Chunks | None = None
     min_score: Score | None = None
-    where: Annotated[dict[Name, Value | list[Value]], Field(max_length=16)] | None = None
+    where: Annotated[dict[Name, Values | Value], Field(max_length=16)] | None = None
 
     @model_validator(mode="after")
     def _shows_what_is_asked_for(self) -> ChatRequest:

@@ -321,7 +321,7 @@ def test_an_index_answers_without_thoughts(thinker, tmp_path, monkeypatch):
         assert chat.messages[1]["content"] == answer.text
         thought = SimpleNamespace(text="0 0 0")  # about the follow-up; it is no question
         monkeypatch.setattr(engine, "generate", lambda *_: thought)
-        assert chat.ask("And then?").searched == f"{asked}\nAnd then?"
+        assert chat.ask("And then?").searched == f"And then?\n{asked}"
         monkeypatch.undo()
         cut = rag.ask(asked, **options | {"max_tokens": 1})
         assert (cut.text, "within its thought" in str(cut.report.notes)) == ("", True)

@@ -170,6 +170,13 @@ def test_a_follow_up_finds_what_was_spoken_of(rag):
     assert second.sources[0] == rag.search("How long?", 1, history=[first])[0]
 
 
+def test_a_follow_up_is_searched_before_what_was_asked_earlier(rag):
+    """Models read the beginning only, and an earlier question may be long."""
+    history = [{"role": "user", "content": asked} for asked in ("One?", "Two?", "Three?")]
+    answer = rag.ask("Four?", history=history, **GREEDY)
+    assert answer.searched == "Four?\nThree?\nTwo?"
+
+
 def test_a_follow_ups_chunks_come_from_cache_behind_the_same_beginning(rag, calls):
     first = rag.ask(QUESTION, **GREEDY)
     again = rag.ask("And why?", history=[first], **GREEDY)

@@ -77,7 +77,7 @@ def test_a_follow_up_is_searched_with_what_the_model_makes_of_it(rag, monkeypatc
     assert first.sources[0].text in text
     assert SECOND in text
     assert config.max_tokens == 64
-    assert second.searched == f"How tall are lighthouses?\n{FIRST}\n{SECOND}"
+    assert second.searched == f"How tall are lighthouses?\n{SECOND}\n{FIRST}"
 
 
 @pytest.mark.parametrize("rewritten", [" ", "<think> What"])
@@ -88,7 +88,7 @@ def test_what_is_no_question_is_not_searched_with(rag, monkeypatch, rewritten):
     monkeypatch.setattr(rag.engine, "generate", lambda *_: Rewritten)
     chat = rag.chat(k=1, max_tokens=2)
     chat.ask(FIRST)
-    assert chat.ask(SECOND).searched == f"{FIRST}\n{SECOND}"
+    assert chat.ask(SECOND).searched == f"{SECOND}\n{FIRST}"
 
 
 def test_condensing_asks_the_real_engine_behind_the_conversation(rag):
@@ -96,7 +96,7 @@ def test_condensing_asks_the_real_engine_behind_the_conversation(rag):
     chat.ask(FIRST)
     rewritten, plain = chat.ask(SECOND).searched.split("\n", 1)
     assert rewritten
-    assert plain == f"{FIRST}\n{SECOND}"
+    assert plain == f"{SECOND}\n{FIRST}"
 
 
 def test_a_stream_that_was_left_is_in_the_history_as_far_as_it_was_taken(rag):

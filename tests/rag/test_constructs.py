@@ -315,6 +315,21 @@ CONSTRUCTS = {
 }
 
 
+def test_values_behind_many_empty_cells_stand_under_their_columns(tmp_path):
+    def cell(said, count=1):
+        repeated = f"table:number-columns-repeated='{count}'"
+        return f"<table:table-cell {repeated}><text:p>{said}</text:p></table:table-cell>"
+
+    names = "".join(cell(f"col{n}") for n in range(80))
+    row = cell("one") + cell("", 69) + cell("two") + cell("", 16_313)
+    rows = "".join(f"<table:table-row>{cells}</table:table-row>" for cells in (names, row))
+    table = f"<table:table>{rows}</table:table>"
+    write = open_document("spreadsheet", f"<office:spreadsheet>{table}</office:spreadsheet>")
+    write(tmp_path / "a.ods")
+    found = load_document(tmp_path / "a.ods").text
+    assert found.endswith("Row 1:\n  col0: one\n  col70: two")
+
+
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_each_construct_becomes_the_text_that_a_reader_sees(tmp_path, name):
     write, wanted = CONSTRUCTS[name]
@@ -335,6 +350,17 @@ def test_each_construct_becomes_the_text_that_a_reader_sees(tmp_path, name):
         (42, "00000", "00042"),
         (5, "[$€-407] #,##0", "€ 5"),
         (1234567, '0.0,,"M"', "1234567"),
+        (5551234, "###-####", "555-1234"),
+        (123456789, "000-00-0000", "123-45-6789"),
+        (12345678, "000\\-00\\-0000", "012-34-5678"),
+        (2125551234, "[<=9999999]###-####;(###) ###-####", "(212) 555-1234"),
+        (5, "[>=100]0;[<100]0.0", "5.0"),
+        (-5, '[<0]"("0")";0', "(5)"),
+        (0, '0.00;-0.00;"-"', "-"),
+        (0, '_-* #,##0.00_-;\\-* #,##0.00_-;_-* "-"??_-;_-@_-', "-"),
+        (0.5, ".00", ".50"),
+        (5, '"A1-0"0', "A1-05"),
+        (5, '0" ;x"', "5"),
         (0.1 + 0.2, "General", "0.3"),
         (1.5, "# ?/?", "1.5"),
         (12.5, '0.0"%"', "12.5%"),

@@ -123,6 +123,21 @@ def test_other_encodings_are_not_taken_for_damaged_utf8(tmp_path, encoding):
     assert load_document(tmp_path / "l.txt").text == text.strip()
 
 
+@pytest.mark.parametrize(
+    ("named", "encoding", "text"),
+    [
+        ('<meta charset="iso-8859-2">', "iso-8859-2", POLISH),
+        ('<?xml version="1.0" encoding="iso-8859-15"?>', "iso-8859-15", "Preis: 5 €"),
+        ('<meta content="text/html; charset=iso-8859-1">', "cp1252", "“Größe”"),
+        ('<meta charset="iso-8859-1">', "utf-8", GERMAN.strip()),
+        ('<meta charset="no-such">', "cp1252", "5 µm"),
+    ],
+)
+def test_a_page_is_in_the_encoding_that_it_names(tmp_path, named, encoding, text):
+    (tmp_path / "p.html").write_bytes(f"{named}<p>{text}</p>".encode(encoding))
+    assert load_document(tmp_path / "p.html").text == text
+
+
 def _encrypted(path):
     writer = PdfWriter()
     writer.add_blank_page(100, 100)

@@ -125,6 +125,17 @@ def test_another_process_reads_the_same(tmp_path, name):
         assert reader.load(str(tmp_path / name)) == load_document(tmp_path / name)
 
 
+def test_a_process_that_closes_its_output_is_not_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    monkeypatch.setattr(reading_process, "_CODE", "import os, time; os.close(1); time.sleep(600)")
+    monkeypatch.setattr(reading_process, "_DYING_SECONDS", 0.1)
+    with (
+        ConfinedReader(DocumentLimits(), tmp_path) as reader,
+        pytest.raises(DocumentError, match="has died"),
+    ):
+        reader.load(tmp_path / "a.txt")
+
+
 def test_without_limits_no_process_is_begun(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     (tmp_path / "a.txt").write_text("text")
@@ -188,11 +199,19 @@ os.kill(os.getpid(), 9)
         *({"max_document_bytes": 0}, {"max_document_bytes": None}, {"max_characters": None}),
         *({"parse_seconds": 0}, {"parse_seconds": float("nan")}, {"parse_seconds": -1}),
         *({"parse_memory_bytes": -1}, {"parse_memory_bytes": 1 << 70}),
+        *({"parse_seconds": "a"}, {"max_document_bytes": 1.5}),
     ],
 )
 def test_limits_that_cannot_be_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         DocumentLimits(**wrong)
+
+
+def test_limits_may_be_written_with_an_exponent(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    limits = DocumentLimits(max_document_bytes=5e7, max_characters=1e7)
+    with ConfinedReader(limits, tmp_path) as reader:
+        assert reader.load(tmp_path / "a.txt").text == "text"
 
 
 # Names -------------------------------------------------------------------------------------------

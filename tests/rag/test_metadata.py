@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 import pytest
 from pypdf import PdfReader, PdfWriter
 from test_documents import PDF
 
-from cached_rag import ConfigError
+from cached_rag import ConfigError, Hit
 from cached_rag.errors import DocumentError
 from cached_rag.rag.chunks import Splitter
 from cached_rag.rag.readers import load_document
+from cached_rag.rag.search import judge
 
 PAGE = """<h1>Copper</h1><p>turns green</p><h2>On roofs</h2><p>within years</p>
 <h3>Near the sea</h3><p>sooner</p><h2>In soil</h2><p>seldom</p>"""
@@ -109,7 +111,17 @@ def test_filters_by_what_there_is_not_are_refused(rag):
     for wrong in (None, {"$gte": 2000}, b"2000", [None]):
         with pytest.raises(ConfigError, match="year"):
             rag.search("rain", where={"year": wrong})
+    for wrong in ("metals/*", [("year", 2000)]):
+        with pytest.raises(ConfigError, match="where is like"):
+            rag.search("rain", where=wrong)
     assert len(set(rag.search("rain", 9))) == len(rag.search("rain", 9))  # hits have a hash
+
+
+def test_patterns_are_read_once_and_not_for_each_chunk(monkeypatch):
+    fits = judge({"source": ["a[/]*", "b", 3]}, ())
+    monkeypatch.setattr(re, "compile", None)
+    found = [fits(Hit("", source, "", 0, 0.0)) for source in ("a/b", "b", "3", "c")]
+    assert found == [True, True, True, False]
 
 
 def test_texts_are_replaced_and_deleted_by_name(rag):
@@ -144,7 +156,9 @@ def test_texts_and_folders_keep_out_of_each_others_names(rag, docs):
     assert "docs/faq" in [document.source for document in rag.documents()]
 
 
-@pytest.mark.parametrize("metadata", [{"source": "x"}, {"tags": ["a"]}, {"n": math.nan}])
+@pytest.mark.parametrize(
+    "metadata", [{"source": "x"}, {"tags": ["a"]}, {"n": math.nan}, {"n": 10**400}]
+)
 def test_metadata_are_named_values(rag, metadata):
     with pytest.raises(ConfigError, match="metadata are"):
         rag.add_texts({"a": "text"}, metadata=metadata, progress=False)

@@ -81,11 +81,22 @@ def test_bounds_reach_the_store(tmp_path):
         ({"namespace": "one"}, "namespace: an index keeps"),
         ({"memroy_bytes": 1000}, "did you mean memory_bytes"),
         ({"primers": 9}, "there are 1 to 3 primers, not 9"),
+        ({"parse_seconds": "a"}, "parse_seconds is a number"),
+        ({"candidates": "24"}, "candidates is a whole number"),
+        ({"candidates": 0}, "candidates must be at least 1"),
+        ({"reranker": 5}, "reranker is a cross-encoder's name"),
     ],
 )
 def test_a_setting_that_cannot_apply_is_refused(tmp_path, engine, given, said):
     with pytest.raises(ConfigError, match=said):
         CachedRAG.open(tmp_path, engine=engine, **given)
+
+
+def test_an_embedding_model_may_be_a_path(tmp_path):
+    with CachedRAG.open(tmp_path / "index", embedding=tmp_path / "mini") as rag:
+        assert rag.settings["embedding"] == str(tmp_path / "mini")
+        with pytest.raises(ModelNotFoundError, match="mini"):
+            rag.embedder  # noqa: B018
 
 
 def test_ingesting_again_does_only_what_is_new(opened, docs):
@@ -126,12 +137,16 @@ def test_bad_files_are_skipped_and_the_rest_ingested(opened, docs):
             ConfigError, match=r"k(, the number of chunks,)? is|min_score is a number"
         ):
             opened().search("copper", **bad)
-    with pytest.raises(ConfigError, match="needs some text"):
-        opened().ask(None)
+    for ask in (opened().ask, opened().search):
+        with pytest.raises(ConfigError, match="needs some text"):
+            ask(None)
+        with pytest.raises(ConfigError, match="a history is a list"):
+            ask("copper", history=None)
+    for texts in (["Copper turns green."], {"a": None}, {5: "Copper"}):
+        with pytest.raises(ConfigError, match="given by name"):
+            opened().add_texts(texts)
     with pytest.raises(ConfigError, match="max_tokens is a whole number, not None"):
         opened().ask("copper", max_tokens=None)
-    with pytest.raises(ConfigError, match="given by name"):
-        opened().add_texts(["Copper turns green."])
 
 
 def test_what_was_emptied_answers_no_more_and_what_cannot_be_read_does(opened, docs):
@@ -264,6 +279,10 @@ def test_retrieved_chunks_can_follow_an_order_seen_before(opened, docs):
     again = rag.ask(other, k=2, max_tokens=2, reorder=True)
     assert [hit.text for hit in again.sources] == order
     assert again.report.charged_recompute < first.report.charged_recompute
+    few = rag.ask(other, k=2, max_tokens=900, reorder=True)
+    assert [hit.text for hit in few.sources] == order[1:]  # the nearest is not left out
+    with pytest.raises(ConfigError, match="a search gives the nearest"):
+        rag.search(other, reorder=True)
 
 
 def test_retrieval_brings_chunks_into_memory(opened, docs):

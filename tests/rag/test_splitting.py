@@ -20,6 +20,13 @@ def split(text, count, most):
     return [chunk.text.removeprefix("\n\n") for chunk in chunks]
 
 
+def test_a_title_of_too_many_tokens_is_cut_before_chunks():
+    text = "\n\n".join(["a text of a few words"] * 3)
+    chunks = Splitter(len, 40).split(Document("s", "t" * 200, text))
+    assert {chunk.title for chunk in chunks} == {"t" * 200}
+    assert {chunk.text.partition("\n\n")[0] for chunk in chunks} == {"t" * 62}
+
+
 def test_text_with_spaces_is_split_as_langchain_does():
     random_ = random.Random(0)
     marks = [" ", " ", " ", " ", ". ", "\n", "\n\n", "\n\n\n", ".", "  "]

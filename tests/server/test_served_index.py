@@ -381,6 +381,8 @@ def test_a_request_chooses_among_the_documents(client):
     for where, model in (({"colour": "red"}, "index:manual"), ({"ordinal": 0}, NAME)):
         with pytest.raises(openai.BadRequestError, match=r"colour|no documents"):
             asked(where, model)
+    with pytest.raises(openai.BadRequestError, match="too many entries"):
+        asked({"source": ["x"] * 10_001})
 
 
 def test_a_request_says_how_many_chunks_and_how_near_they_must_be(client):
