@@ -45,8 +45,9 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
 
 
-def test_weights_and_tokenizer_are_those_that_transformers_reads(file, tmp_path):
-    convert(file, tmp_path, shard_bytes=20_000)
+def test_weights_and_tokenizer_are_those_that_transformers_reads(file, tmp_path, monkeypatch):
+    monkeypatch.setattr("cached_rag.backends.transformers.gguf._SHARD_BYTES", 20_000)
+    convert(file, tmp_path)
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     slow = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16).state_dict()
     fast = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

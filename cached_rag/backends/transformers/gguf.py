@@ -32,7 +32,7 @@ from cached_rag.errors import ModelError
 
 # A shard is written once it holds this many bytes. A loaded shard stays mapped until all of its
 # weights are copied: small ones keep what is held twice small.
-SHARD_BYTES = 64 << 20
+_SHARD_BYTES = 64 << 20
 # Elements unpacked at a time: unpacking needs several times the memory of its result.
 _UNPACKED = 1 << 24
 # Names of the input embeddings in GGUF, and of the head in transformers.
@@ -46,7 +46,7 @@ _PERIOD = 6
 _GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
 
 
-def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+def convert(source: Path, folder: Path) -> None:
     """Write a GGUF's configuration, tokenizer and weights into an existing folder.
 
     Raises:
@@ -74,7 +74,7 @@ def convert(source: Path, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
     config.dtype = torch.bfloat16
     reader.fields.clear()  # frees the vocabulary, a million small arrays
     stored = StoredConfig()
-    _write(_tensors(reader, config, kind, stored), folder, shard_bytes)
+    _write(_tensors(reader, config, kind, stored), folder)
     config.quantization_config = stored
     config.save_pretrained(folder)  # last: a folder with a configuration is complete
 
@@ -221,8 +221,8 @@ def _unpacked(tensor: Any) -> Any:
     return values
 
 
-def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> None:
-    """Write tensors into shards of about `shard_bytes` each, and an index of the shards."""
+def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
+    """Write tensors into shards of about `_SHARD_BYTES` each, and an index of the shards."""
     shard: dict[str, torch.Tensor] = {}
     places: dict[str, str] = {}
     total = 0
@@ -236,7 +236,7 @@ def _write(tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, shard_byte
     for name, weights in tensors:
         shard[name] = weights
         total += weights.nbytes
-        if sum(kept.nbytes for kept in shard.values()) >= shard_bytes:
+        if sum(kept.nbytes for kept in shard.values()) >= _SHARD_BYTES:
             flush()
     if shard:
         flush()

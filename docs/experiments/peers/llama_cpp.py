@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+from ctypes import (
+    POINTER,
+    c_bool,
+    c_char_p,
+    c_int32,
+    c_size_t,
+    c_uint32,
+    c_void_p,
+    create_string_buffer,
+)
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -15,6 +24,15 @@ from cached_rag.backends.llama_cpp.loading import gguf_source, whole_file
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.errors import ConfigError, ContextOverflowError, ModelError
 from docs.experiments.answers import Peer, Question, Sample, Stopwatch
+
+# Result and arguments of functions that the library itself does not call.
+_FUNCTIONS = {
+    "llama_model_desc": (c_int32, (c_void_p, c_char_p, c_size_t)),
+    "llama_n_ctx": (c_uint32, (c_void_p,)),
+    "llama_n_batch": (c_uint32, (c_void_p,)),
+    "llama_memory_clear": (None, (c_void_p, c_bool)),
+    "llama_batch_get_one": (api.BatchStruct, (POINTER(c_int32), c_int32)),
+}
 
 
 class LlamaCpp(Peer):
@@ -38,6 +56,9 @@ class LlamaCpp(Peer):
         if min(context, threads) < 1:
             raise ConfigError(f"llama.cpp needs a token and a thread, not {context} and {threads}")
         self._c = api.load()
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(self._c, name)
+            function.restype, function.argtypes = result, arguments
         params = api.default_params(self._c, api.ModelParams)
         params.n_gpu_layers = 0
         self._model = self._c.llama_model_load_from_file(os.fsencode(gguf), params)
@@ -99,7 +120,7 @@ class LlamaCpp(Peer):
         """Append tokens to the sequence."""
         if not all(0 <= token < self._vocab_size for token in ids):
             raise ModelError(f"the GGUF file has only {self._vocab_size} tokens: another model's?")
-        tokens = (ctypes.c_int32 * len(ids))(*ids)
+        tokens = (c_int32 * len(ids))(*ids)
         code = self._c.llama_decode(self._context, self._c.llama_batch_get_one(tokens, len(ids)))
         if code:
             raise ModelError(f"llama.cpp cannot compute {len(ids)} tokens (code {code})")
@@ -110,7 +131,7 @@ class LlamaCpp(Peer):
         return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
 
     def _description(self) -> str:
-        text = ctypes.create_string_buffer(128)
+        text = create_string_buffer(128)
         self._c.llama_model_desc(self._model, text, len(text))
         return text.value.decode(errors="replace")
 
