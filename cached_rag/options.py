@@ -47,6 +47,8 @@ HINTS = {
     "n_batch": "BatchConfig.prefill_tokens is alike; leave it out",
 }
 
+# Of longer names nothing is near: comparing takes the product of the lengths in time.
+_COMPARED = 250
 # What settings of Python's own types may be given as, and the words for it.
 _KINDS: dict[str, tuple[type[Any], str]] = {
     "int": (Real, "a whole number"),
@@ -58,15 +60,18 @@ _KINDS: dict[str, tuple[type[Any], str]] = {
 
 def unknown_settings(names: Iterable[str], known: Collection[str]) -> str:
     """A sentence on settings that do not exist: what each is called here, or which there are."""
-    hints = {name: HINTS.get(name) or _near(name, known) for name in names}
+    hints = {
+        name: HINTS.get(name) or "".join(f"did you mean {one}?" for one in near(name, known))
+        for name in names
+    }
     said = "; ".join(f"{name!r}: {hint}" if hint else repr(name) for name, hint in hints.items())
     listed = "" if all(hints.values()) else f"; settings are {', '.join(known)}"
     return f"unknown setting {said}{listed}"
 
 
-def _near(name: str, known: Collection[str]) -> str:
-    found = get_close_matches(name, known, n=1)
-    return f"did you mean {found[0]}?" if found else ""
+def near(name: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """The known names that are spelled most like a name, the nearest first; of a long one, none."""
+    return get_close_matches(name, list(known), most) if len(name) <= _COMPARED else []
 
 
 @dataclass(frozen=True)

@@ -392,3 +392,4 @@ def opened(tmp_path):
     yield open_it
     for rag in made:
         rag.close()
+        rag.engine.close()

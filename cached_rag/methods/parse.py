@@ -6,7 +6,6 @@ Of a joined one, what any of its members would recompute is recomputed.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 
 from cached_rag.errors import ConfigError
 from cached_rag.methods.base import Layout, QuestionSelector, Selector
-from cached_rag.options import require
+from cached_rag.options import near, require
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,7 @@ def _member(
 
 def _unknown(name: str, table: Mapping[str, type[Selector]]) -> ConfigError:
     names = list(table)
-    close = difflib.get_close_matches(name, names, n=1)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
+    meant = "".join(f"; did you mean {one!r}?" for one in near(name, names))
     return ConfigError(f"method {name!r} is not one of {', '.join(names)}{meant}")
 
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import NamedTuple
 from xml.parsers.expat import ErrorString, ExpatError, ParserCreate
 
 from cached_rag.errors import PMLError
+from cached_rag.options import near
 
 _DEPTH = 64
 # What expat says where a tag was not closed.
 _UNCLOSED = ("no element found", "mismatched tag")
-# Longer names get no "did you mean": comparing takes the product of the lengths in time.
-_COMPARED = 100
 _WEIGHT = ("", " ", "\n", "\n\n")
 
 
@@ -163,7 +161,7 @@ def check_attributes(element: Element, known: Iterable[str], file: str | None) -
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for an error: the known name nearest to `name`, or all names if none is near."""
     known = sorted(known)
-    if len(name) <= _COMPARED and (close := get_close_matches(name, known, n=1)):
+    if close := near(name, known):
         return f"; did you mean {close[0]!r}?"
     return f"; there are: {', '.join(known)}" if known else "; there are none"
 

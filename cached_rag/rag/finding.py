@@ -7,7 +7,6 @@ and its path in the root: "docs/guide/a.md"; a single file's source is its name.
 
 from __future__ import annotations
 
-import difflib
 import os
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from pathlib import Path
 from cached_rag.errors import ConfigError, DocumentError
 from cached_rag.kv.database import Database
 from cached_rag.kv.fingerprint import digest
+from cached_rag.options import near
 from cached_rag.rag.document import shown
 from cached_rag.rag.readers import READERS, is_built_in
 
@@ -402,12 +402,12 @@ class Roots:
             return meant[0]
         if meant:
             raise DocumentError(f"{source} is several documents; say which: {', '.join(meant)}")
-        near = _near(str(source), sources)
+        alike = _alike(str(source), sources)
         raise DocumentError(
             f"the index has no document {source}; "
             + (
-                f"near it are {', '.join(map(shown, near))}"
-                if near
+                f"near it are {', '.join(map(shown, alike))}"
+                if alike
                 else "see what it has: cached-rag list"
             )
         )
@@ -428,8 +428,8 @@ def _checked(name: str, path: Path) -> str:
     return name
 
 
-def _near(source: str, sources: Sequence[str]) -> list[str]:
+def _alike(source: str, sources: Sequence[str]) -> list[str]:
     """Sources that may have been meant: below that folder, of that name, or spelled alike."""
     alike = [s for s in sources if is_below(s, source.rstrip("/")) or s.endswith("/" + source)]
-    found = alike or difflib.get_close_matches(source, sources, _SHOWN)
+    found = alike or near(source, sources, _SHOWN)
     return found[:_SHOWN]

@@ -186,7 +186,7 @@ class IndexFolder:
         self.path, self.store = path, store
         self.index = DocumentIndex(path / "documents.sqlite")
         self._asked, self._engine_options = dict(asked), dict(engine_options)
-        self._engine, self._embedder = engine, embedder
+        self._engine, self._owns_engine, self._embedder = engine, engine is None, embedder
         self._has_same_vectors = False
         self._remote: RemoteTier | None = None
         if store.remote is not None:
@@ -206,9 +206,12 @@ class IndexFolder:
             _log.warning("KV of deleted documents stays for now: %s", error)
 
     def close(self) -> None:
-        """Finish what waits in the background, see `Engine.close`, and release files."""
+        """Finish what waits in the background, see `Engine.close`, and release files.
+
+        An engine that was given stays open.
+        """
         self.index.close()
-        if self._engine is not None:
+        if self._engine is not None and self._owns_engine:
             self._engine.close()
         if self._remote is not None:
             self._remote.close(0)

@@ -85,7 +85,8 @@ class CachedRAG:
                 default.
             embedding: a sentence-transformers name or folder, or an object that embeds.
             engine: one that exists already, instead of loading `model`. It has settings of its own
-                for model, store and batch, so none of those may be given.
+                for model, store and batch, so none of those may be given; and `close` leaves it
+                open, as others may use it.
             options: settings by name, of `IndexConfig` (such as `search` and `context`),
                 `Reranking`, `ModelConfig`, `StoreConfig`, `BatchConfig` and `DocumentLimits`.
 

@@ -121,7 +121,7 @@ def test_every_way_to_ask_works_with_such_templates(template, tmp_path):
 def test_documents_are_asked_with_such_templates(template, system, tmp_path):
     engine = engine_with(template)
     options = {"embedding": WordEmbedding(), "chunk_tokens": 128, "system": system}
-    with CachedRAG.open(tmp_path / "index", engine=engine, **options) as rag:
+    with engine, CachedRAG.open(tmp_path / "index", engine=engine, **options) as rag:
         rag.add_texts({"a": CHUNKS[0], "b": CHUNKS[1]}, progress=False)
         first = rag.ask("Why is copper green?", k=2, max_tokens=2)
         assert first.report.cached_tokens > 0

@@ -7,6 +7,8 @@ import functools
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from conftest import CHUNKS, tiny_model
@@ -48,10 +50,15 @@ def engine(folder: Path | str, **options: object) -> Engine:
     return Engine(model(), StoreConfig(path=str(folder), **settings))  # type: ignore[arg-type]
 
 
-def index(folder: Path, **options: object) -> CachedRAG:
+@contextmanager
+def index(folder: Path, **options: object) -> Iterator[CachedRAG]:
     """An index that keeps its KV in its own folder."""
-    store = engine(folder / "kv", **options)
-    return CachedRAG.open(folder, engine=store, embedding=WordEmbedding(), chunk_tokens=128)
+    settings = {"embedding": WordEmbedding(), "chunk_tokens": 128}
+    with (
+        engine(folder / "kv", **options) as store,
+        CachedRAG.open(folder, engine=store, **settings) as rag,  # type: ignore[arg-type]
+    ):
+        yield rag
 
 
 def write_documents(folder: Path) -> None:

@@ -20,7 +20,7 @@ from cached_rag.kv.holdings import Removals
 def index(tmp_path):
     path = tmp_path / "index"
     engine = Engine(tiny_model("llama"), StoreConfig(path=str(path / "kv")))
-    with CachedRAG.open(path, engine=engine, embedding=WordEmbedding()) as rag:
+    with engine, CachedRAG.open(path, engine=engine, embedding=WordEmbedding()) as rag:
         rag.add_texts(dict(zip("abc", CHUNKS, strict=True)), progress=False)
     return path
 

@@ -26,7 +26,7 @@ def rag(tmp_path):
         (folder / f"{name}.txt").write_text(f"About {name}\n\n{chunk}")
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     options = {"embedding": WordEmbedding(), "chunk_tokens": 128}
-    with CachedRAG.open(tmp_path / "index", engine=engine, **options) as opened:
+    with engine, CachedRAG.open(tmp_path / "index", engine=engine, **options) as opened:
         opened.ingest(folder, progress=False)
         yield opened
 

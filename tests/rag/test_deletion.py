@@ -6,7 +6,7 @@ import itertools
 import sqlite3
 import threading
 from array import array
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 from conftest import CHUNKS, tiny_model
@@ -112,11 +112,12 @@ def test_a_text_goes_in_every_codec(tmp_path):
                 assert num_files(tmp_path / "kv") == files - 2
 
 
+@contextmanager
 def opened(tmp_path, **options):
     engine = Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path / "index" / "kv")))
-    return CachedRAG.open(
-        tmp_path / "index", engine=engine, embedding=WordEmbedding(), first_exact=False, **options
-    )
+    options |= {"embedding": WordEmbedding(), "first_exact": False}
+    with engine, CachedRAG.open(tmp_path / "index", engine=engine, **options) as rag:
+        yield rag
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ def opened(tmp_path):
     yield open_it
     for rag in made:
         rag.close()
+        rag.engine.close()
 
 
 @pytest.fixture

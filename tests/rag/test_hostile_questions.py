@@ -35,7 +35,7 @@ PATIENCE = 60
 def rag(tmp_path_factory):
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     folder = tmp_path_factory.mktemp("index")
-    with CachedRAG.open(folder, engine=engine, embedding=WordEmbedding()) as made:
+    with engine, CachedRAG.open(folder, engine=engine, embedding=WordEmbedding()) as made:
         made.add_texts({"a": CHUNKS[0], "b": CHUNKS[1]}, progress=False)
         yield made
 

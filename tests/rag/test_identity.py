@@ -15,7 +15,10 @@ from cached_rag.errors import DocumentError
 @pytest.fixture
 def rag(tmp_path):
     engine = Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path / "index" / "kv")))
-    with CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding()) as opened:
+    with (
+        engine,
+        CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding()) as opened,
+    ):
         yield opened
 
 

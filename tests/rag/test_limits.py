@@ -78,7 +78,7 @@ def bad(tmp_path_factory):
 def opened(tmp_path):
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     made = CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding(), **LIMITS)
-    with made as rag:
+    with engine, made as rag:
         yield rag
 
 

@@ -51,7 +51,7 @@ def long_file(tmp_path):
 def rag(tmp_path):
     engine = Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path / "index" / "kv")))
     options = {"embedding": WordEmbedding(), "chunk_tokens": 64, "first_exact": True}
-    with CachedRAG.open(tmp_path / "index", engine=engine, **options) as opened:
+    with engine, CachedRAG.open(tmp_path / "index", engine=engine, **options) as opened:
         yield opened
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import PurePath
 
 import pytest
-from conftest import CHUNKS, tiny_model
+from conftest import CHUNKS
 from indexes import WordEmbedding
 
 from cached_rag import CachedRAG, ConfigError, Engine
@@ -90,6 +90,13 @@ def test_bounds_reach_the_store(tmp_path):
 def test_a_setting_that_cannot_apply_is_refused(tmp_path, engine, given, said):
     with pytest.raises(ConfigError, match=said):
         CachedRAG.open(tmp_path, engine=engine, **given)
+
+
+def test_an_engine_that_was_given_stays_open(tmp_path, engine):
+    for name in ("one", "other"):
+        with CachedRAG.open(tmp_path / name, engine=engine, embedding=WordEmbedding()) as rag:
+            assert rag.add_texts({"a": CHUNKS[0]}, progress=False).added == 1
+    assert engine.generate("copper?", max_tokens=1).token_ids
 
 
 def test_an_embedding_model_may_be_a_path(tmp_path):
@@ -385,10 +392,10 @@ def test_a_head_is_all_that_stands_before_the_first_chunk(system, opened, docs):
 
 @pytest.mark.parametrize("chunk_tokens", [4000, 960])
 def test_chunks_that_the_model_cannot_read_are_refused_before_the_index_has_them(
-    chunk_tokens, docs, tmp_path
+    chunk_tokens, docs, tmp_path, engine
 ):
     def opened(tokens):
-        options = {"engine": Engine(tiny_model("llama")), "embedding": WordEmbedding()}
+        options = {"engine": engine, "embedding": WordEmbedding()}
         return CachedRAG.open(tmp_path / "index", chunk_tokens=tokens, **options)
 
     with opened(chunk_tokens) as rag:

@@ -40,6 +40,7 @@ def server(tmp_path_factory):
     engine = Engine(smollm2(), StoreConfig(learn="recurring"))
     folder = tmp_path_factory.mktemp("index")
     with (
+        engine,
         CachedRAG.open(folder / "manual", engine=engine) as rag,
         running(engine, index=ServedIndex(rag)) as found,
     ):

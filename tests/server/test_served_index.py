@@ -55,9 +55,12 @@ def rag(tmp_path_factory):
     for number, text in enumerate(CHUNKS):
         (folder / f"{number}.txt").write_text(f"{text} {text}")
     engine = Engine(tiny_model("llama"))
-    with CachedRAG.open(
-        tmp_path_factory.mktemp("index") / "manual", engine=engine, embedding=Letters()
-    ) as made:
+    with (
+        engine,
+        CachedRAG.open(
+            tmp_path_factory.mktemp("index") / "manual", engine=engine, embedding=Letters()
+        ) as made,
+    ):
         made.ingest(folder, progress=False)
         yield made
 
