@@ -58,13 +58,14 @@ _KINDS: dict[str, tuple[type[Any], str]] = {
 
 def unknown_settings(names: Iterable[str], known: Collection[str]) -> str:
     """A sentence on settings that do not exist: what each is called here, or which there are."""
-    hints = {name: HINTS.get(name) or _near(name, known) for name in names}
+    hints = {name: HINTS.get(name) or near(name, known) for name in names}
     said = "; ".join(f"{name!r}: {hint}" if hint else repr(name) for name, hint in hints.items())
     listed = "" if all(hints.values()) else f"; settings are {', '.join(known)}"
     return f"unknown setting {said}{listed}"
 
 
-def _near(name: str, known: Collection[str]) -> str:
+def near(name: str, known: Collection[str]) -> str:
+    """A question whether another name is meant; empty if none is alike."""
     found = get_close_matches(name, known, n=1)
     return f"did you mean {found[0]}?" if found else ""
 

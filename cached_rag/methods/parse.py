@@ -6,7 +6,6 @@ Of a joined one, what any of its members would recompute is recomputed.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 
 from cached_rag.errors import ConfigError
 from cached_rag.methods.base import Layout, QuestionSelector, Selector
-from cached_rag.options import require
+from cached_rag.options import near, require
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,9 @@ def _member(
     name, _, rest = text.partition(":")
     cls = table.get(name)
     if cls is None:
-        raise _unknown(name, table)
+        meant = near(name, table)
+        listed = ", ".join(table) + (meant and f"; {meant}")
+        raise ConfigError(f"method {name!r} is not one of {listed}")
     if name in _ALONE and is_joined:
         raise ConfigError(f"method {name!r} stands alone: it joins no other")
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -136,13 +137,6 @@ def _member(
     if ratio is not None and "recompute_ratio" in known and not takes_either:
         given.setdefault("recompute_ratio", ratio)
     return cls(**given)
-
-
-def _unknown(name: str, table: Mapping[str, type[Selector]]) -> ConfigError:
-    names = list(table)
-    close = difflib.get_close_matches(name, names, n=1)
-    meant = f"; did you mean {close[0]!r}?" if close else ""
-    return ConfigError(f"method {name!r} is not one of {', '.join(names)}{meant}")
 
 
 def _option(part: str, name: str) -> tuple[str, Any]:
