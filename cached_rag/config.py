@@ -330,6 +330,11 @@ class StoreConfig:
         if isinstance(self.path, os.PathLike):
             object.__setattr__(self, "path", os.fspath(self.path))
         check_types(self)
+        if self.path is not None:
+            require("\0" not in self.path, f"no folder is called {self.path!r}: leave out the \\0")
+            object.__setattr__(self, "path", os.path.expanduser(self.path))
+            there_is = not self.path.startswith("~")
+            require(there_is, f"path {self.path!r}: there is no such user; write ./~ for a folder")
         codecs = ", ".join(CODEC_NAMES)
         require(self.codec in CODEC_NAMES, f"codec is one of {codecs}, not {self.codec!r}")
         check_range(self, 1, math.inf, "memory_bytes", "disk_bytes")

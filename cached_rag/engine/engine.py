@@ -204,7 +204,8 @@ class Engine:
 
         Args:
             namespace: the tenant's; engines with the same namespace do share KV. Without a store on
-                disk it goes with the last of them that is closed.
+                disk, texts and their KV go with the last of them that is closed. What prompts left
+                (`sequence_bytes`) is there for the next.
         """
         settings = replace(self.settings, namespace=namespace)
         given = self.tokenization.template.kwargs

@@ -99,7 +99,7 @@ def _archive(model: Backend, settings: StoreConfig, activity: Activity) -> Promp
     most = kept_bytes if written is None else written
     if settings.path is None or not most:
         return None
-    folder = Path(settings.path).expanduser() / FOLDER
+    folder = Path(settings.path) / FOLDER
     try:
         kept = KeptPrompts(folder, most, settings.signing_key)
     except StoreError as error:
@@ -119,7 +119,8 @@ def completed(settings: StoreConfig, model: Backend) -> StoreConfig:
     """The settings, with what they leave to the machine filled in, and as far as the model can.
 
     Raises:
-        ConfigError: states are to be composed, and the model has none that can be.
+        ConfigError: states are to be composed, and the model has none that can be; or answers are
+            to be audited, and it has states.
     """
     device = model.shapes.device
     if settings.composes and not (model.keeps_states and model.composer):
@@ -128,6 +129,11 @@ def completed(settings: StoreConfig, model: Backend) -> StoreConfig:
             "has none; leave it out"
         )
     if model.keeps_states:
+        if settings.audit_rate:
+            raise ConfigError(
+                "audit_rate compares answers in the background with full prefill, and for models "
+                "whose layers keep states nothing is computed there; leave it out"
+            )
         settings = replace(
             settings, **_NO_CHUNKS, first_exact=settings.first_exact and not settings.composes
         )

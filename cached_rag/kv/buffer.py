@@ -301,17 +301,17 @@ class LayerLoader:
         self._error: BaseException | None = None
         self.failed: Placed | None = None
         self._is_cancelled = False
-        device = buffer.keys.device
+        self._device = buffer.keys.device
         self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             # Kernels of the request that had the buffer before may still read it.
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 
     def wait(self, layer: int) -> None:
-        """Return when a layer is in the buffer; on CUDA, for the current stream.
+        """Return when a layer is in the buffer; on CUDA, for the buffer's current stream.
 
         Raises:
             CorruptBlobError: a module's file is damaged.
@@ -321,12 +321,14 @@ class LayerLoader:
         if self._error is not None:
             raise self._error
         if self._stream is not None:
-            torch.cuda.current_stream().wait_event(self._copied[layer])
+            torch.cuda.current_stream(self._device).wait_event(self._copied[layer])
 
     def finish(self) -> None:
         """Stop loading, complete or not; nothing writes into the buffer afterwards."""
         self._is_cancelled = True
         self._thread.join()
+        if self._stream is not None:  # whose copies may go on
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _run(self) -> None:
         try:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
 
-from cached_rag.errors import ClosedError, StoreError, StoreFullError
+from cached_rag.errors import ClosedError, ConfigError, StoreError, StoreFullError
 from cached_rag.kv.files import make_folder
 from cached_rag.kv.fingerprint import digest
 
@@ -297,6 +297,11 @@ class Database:
             yield
         except sqlite3.ProgrammingError:
             raise
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"half of a surrogate pair stands alone in {error.object!r}, as in the name of a "
+                "file that is no UTF-8; give whole characters"
+            ) from error
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             why = str(error)
             if "full" in why:

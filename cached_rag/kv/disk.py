@@ -75,12 +75,13 @@ class DiskStore:
 
     def _is_usable(self, entry: Entry) -> bool:
         """Whether a file is signed where there is a secret, and is not where there is none."""
-        if entry.name not in self._usable:
+        is_usable = self._usable.get(entry.name)
+        if is_usable is None:
             found = is_signed(self._file(entry))
             if found is None:  # a reader will judge
                 return True
-            self._usable[entry.name] = found == bool(self._secret)
-        return self._usable[entry.name]
+            is_usable = self._usable[entry.name] = found == bool(self._secret)
+        return is_usable
 
     def sizes(self) -> dict[str, int]:
         """By key, the bytes of its files in all codecs."""
@@ -259,7 +260,9 @@ class DiskStore:
             _log.info("the KV %s stays for now: %s", entry.key, error)
 
     def _unlink(self, entries: Iterable[Entry]) -> None:
-        _unlink(self._file(entry) for entry in entries)
+        for entry in entries:
+            self._usable.pop(entry.name, None)
+            _unlink([self._file(entry)])
 
 
 class Handoff:

@@ -121,7 +121,7 @@ class Library:
         catalog: Catalog | None = None
         self._lost: StoreError | None = None
         if config.path is not None:
-            root, bound = Path(config.path).expanduser(), config.disk_bytes
+            root, bound = Path(config.path), config.disk_bytes
             try:
                 disk = DiskStore(root, config.codec, bound, config.signing_key)
                 catalog = Catalog(root / CATALOG, maker, config.namespace)

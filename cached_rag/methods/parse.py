@@ -123,7 +123,8 @@ def _member(
     name, _, rest = text.partition(":")
     cls = table.get(name)
     if cls is None:
-        raise _unknown(name, table)
+        meant = "".join(f"; did you mean {one}?" for one in near(name, table))
+        raise ConfigError(f"method {name!r} is not one of {', '.join(table)}{meant}")
     if name in _ALONE and is_joined:
         raise ConfigError(f"method {name!r} stands alone: it joins no other")
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -135,12 +136,6 @@ def _member(
     if ratio is not None and "recompute_ratio" in known and not takes_either:
         given.setdefault("recompute_ratio", ratio)
     return cls(**given)
-
-
-def _unknown(name: str, table: Mapping[str, type[Selector]]) -> ConfigError:
-    names = list(table)
-    meant = "".join(f"; did you mean {one!r}?" for one in near(name, names))
-    return ConfigError(f"method {name!r} is not one of {', '.join(names)}{meant}")
 
 
 def _option(part: str, name: str) -> tuple[str, Any]:

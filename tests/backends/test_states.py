@@ -15,7 +15,7 @@ from conftest import (
     tiny_tokenizer,
 )
 
-from cached_rag import Engine, GenerationConfig, wrap_model
+from cached_rag import ConfigError, Engine, GenerationConfig, StoreConfig, wrap_model
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers import batch, states
 from cached_rag.errors import ModelError, RelocationError
@@ -135,6 +135,11 @@ def test_what_several_prompts_begin_with_is_kept_from_the_second_on(opened):
     reused = [asked(opened, prompt).report.cached_tokens for prompt in prompts]
     assert reused[0] == 0
     assert reused[2] > 0.5 * opened.count_tokens(prompts[2])
+
+
+def test_audits_are_refused_for_what_is_true(opened):
+    with pytest.raises(ConfigError, match="layers keep states"):
+        Engine(opened.model, StoreConfig(audit_rate=0.1))
 
 
 def test_nobody_goes_on_where_a_forgotten_text_left_no_state(opened):

@@ -60,6 +60,14 @@ def test_half_a_surrogate_pair_costs_the_other_chunks_nothing(ledger, forgotten)
     assert forgotten == ["one", "four"]
 
 
+def test_half_a_surrogate_pair_in_a_name_is_refused(ledger, forgotten):
+    name = b"caf\xe9.txt".decode("utf-8", "surrogateescape")  # as a folder's list has it
+    for act in (lambda: ledger.put([("1", name, "text")], forgotten), lambda: ledger.ids(name)):
+        with pytest.raises(ConfigError, match="surrogate pair"):
+            act()
+    assert ledger.ids() == []
+
+
 def test_numbers_can_be_ids(ledger, forgotten):
     ledger.put([(1, 1, "one"), (2, 2, "two")], forgotten.extend)
     ledger.put([(2, 2, "three")], forgotten.extend)

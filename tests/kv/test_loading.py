@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -153,6 +154,20 @@ class Slow:
         if index == self.fails_at:
             raise CorruptBlobError("layer is damaged")
         return self.kv.layer(index)
+
+
+def test_a_loader_on_cuda_is_waited_for_where_its_buffer_is(monkeypatch):
+    """Not on whatever device is the current one; and for copies that its thread has begun."""
+    waited = []
+    current = SimpleNamespace(wait_event=waited.append, wait_stream=waited.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", {torch.device("cpu"): current}.__getitem__)
+    model = tiny_model("llama")
+    loader = LayerLoader(KVBuffer.like(model.shapes, 8), (), model.rule)
+    loader.wait(model.shapes.num_layers - 1)
+    loader._stream, loader._copied = "stream", ["first", "second"]
+    loader.wait(1)
+    loader.finish()
+    assert waited == ["second", "stream"]
 
 
 def test_a_loader_gives_layers_in_order_and_hands_errors_over():

@@ -97,6 +97,8 @@ def test_settings_that_mean_nothing_are_refused(settings, says):
         (StoreConfig, {"finish_seconds": None}, "finish_seconds is a number"),
         (StoreConfig, {"namespace": 5}, "namespace is a string"),
         (StoreConfig, {"path": 5}, "path is a string"),
+        (StoreConfig, {"path": "~nobody-of-this-name/kv"}, "there is no such user"),
+        (StoreConfig, {"path": "a\0b"}, "no folder is called"),
         (StoreConfig, {"codec": "int9"}, "codec is one of raw, int8, int4, not 'int9'"),
     ],
 )
