@@ -123,7 +123,7 @@ def _member(
     name, _, rest = text.partition(":")
     cls = table.get(name)
     if cls is None:
-        meant = "".join(f"; did you mean {one}?" for one in near(name, table))
+        meant = "".join(f"; did you mean {one!r}?" for one in near(name, table))
         raise ConfigError(f"method {name!r} is not one of {', '.join(table)}{meant}")
     if name in _ALONE and is_joined:
         raise ConfigError(f"method {name!r} stands alone: it joins no other")
