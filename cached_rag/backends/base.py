@@ -304,7 +304,7 @@ class Backend(Protocol):
             the order of rows and tokens.
 
         Effects: writes the tokens' KV, and raises the `kv.length` of each row without `slots` by
-        their number. If it fails, no length has changed, and the same step may be tried again.
+        their number. If it fails, no length has changed, and of several rows each may be tried again.
         Callers take tokens back by lowering `kv.length`: what lies behind it is never read, and
         written over.
         """

@@ -220,6 +220,7 @@ class DiskStore:
             sizes += _removed(self._litter()[0])
             missing = [one for one in self._entries.all() if not self._file(one).is_file()]
             self._entries.remove(connection, missing)
+            self._entries.recount(connection)
             evicted = self._entries.over(connection)
             for pinned in (False, True) if max_bytes is not None else ():
                 evicted += self._entries.evict(connection, max_bytes or 0, pinned=pinned)

@@ -33,6 +33,24 @@ CREATE TABLE IF NOT EXISTS gone (
     key TEXT NOT NULL, codec TEXT NOT NULL, turn INTEGER NOT NULL, PRIMARY KEY (key, codec)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_leaving ON gone (turn);
+CREATE TABLE IF NOT EXISTS totals (
+    pinned INTEGER NOT NULL, is_main INTEGER NOT NULL, count INTEGER NOT NULL,
+    nbytes INTEGER NOT NULL, PRIMARY KEY (pinned, is_main)
+) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON files BEGIN
+    INSERT INTO totals VALUES (new.pinned, new.is_main, 1, new.nbytes)
+    ON CONFLICT DO UPDATE SET count = count + 1, nbytes = nbytes + excluded.nbytes;
+END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON files BEGIN
+    UPDATE totals SET count = count - 1, nbytes = nbytes - old.nbytes
+    WHERE pinned = old.pinned AND is_main = old.is_main;
+END;
+CREATE TRIGGER IF NOT EXISTS moved AFTER UPDATE OF pinned, is_main ON files BEGIN
+    UPDATE totals SET count = count - 1, nbytes = nbytes - old.nbytes
+    WHERE pinned = old.pinned AND is_main = old.is_main;
+    INSERT INTO totals VALUES (new.pinned, new.is_main, 1, new.nbytes)
+    ON CONFLICT DO UPDATE SET count = count + 1, nbytes = nbytes + excluded.nbytes;
+END;
 """
 _SELECT = "SELECT key, codec, name, nbytes, checksum FROM files"
 # Turns are counted, not timed: clocks go back.
@@ -83,11 +101,17 @@ class Entries:
         self.flush()
         self.database.close()
 
-    def nbytes(self, where: str = "1", *parameters: object) -> int:
-        """Bytes of all files, or of some."""
-        query = f"SELECT coalesce(sum(nbytes), 0) FROM files WHERE {where}"
+    def nbytes(self, where: str = "1", *parameters: object, table: str = "totals") -> int:
+        """Bytes of all files, or of some queues; from the other table, of any."""
+        query = f"SELECT coalesce(sum(nbytes), 0) FROM {table} WHERE {where}"
         (total,) = self.database.read(int, query, *parameters)
         return total
+
+    def recount(self, connection: Connection) -> None:
+        """Mend totals that are damaged."""
+        connection.execute("DELETE FROM totals")
+        counted = "SELECT pinned, is_main, count(*), sum(nbytes) FROM files GROUP BY 1, 2"
+        connection.execute(f"INSERT INTO totals {counted}")
 
     def sizes(self) -> dict[str, int]:
         """By key, the bytes of its files in all codecs that are not over."""
@@ -154,7 +178,7 @@ class Entries:
             connection.execute(sql, (pinned, until, key, now)).rowcount > 0
             for key in dict.fromkeys(keys)
         )
-        pins = self.nbytes("pinned = 1 AND until > ?", now)
+        pins = self.nbytes("pinned = 1 AND until > ?", now, table="files")
         if pinned and max_bytes is not None and pins > PINNED_SHARE * max_bytes:
             raise too_many_pins(pins, max_bytes)
         return count
@@ -217,7 +241,7 @@ class Entries:
         connection.execute(f"INSERT OR REPLACE INTO gone {row}", (entry.key, entry.codec))
         connection.execute(
             "DELETE FROM gone WHERE turn <= (SELECT turn FROM gone ORDER BY turn DESC"
-            " LIMIT 1 OFFSET (SELECT count(*) FROM files WHERE pinned = 0))"
+            " LIMIT 1 OFFSET (SELECT sum(count) FROM totals WHERE pinned = 0))"
         )
 
     def touch(self, key: str, codec: str) -> None:

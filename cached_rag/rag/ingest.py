@@ -118,6 +118,7 @@ class Ingestion:
             isinstance(one, str) for pair in texts.items() for one in pair
         )
         require(is_named, 'texts are strings, given by name: {"faq/12": "How is ..."}')
+        require(isinstance(metadata, Mapping), 'metadata are values by name: {"year": 2026}')
         known = described(metadata)
         documents = [assembled(name, [(text, known)]) for name, text in texts.items()]
         for one in documents:

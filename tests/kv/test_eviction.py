@@ -137,6 +137,33 @@ def test_disk_and_memory_keep_the_same(tmp_path, seed):
         assert len(held(disk)) == 10
 
 
+def totals(disk):
+    """What the table of files adds up to, and what the running totals say."""
+    query = "SELECT pinned, is_main, count(*), sum(nbytes) FROM files GROUP BY 1, 2"
+    kept = "SELECT * FROM totals WHERE count OR nbytes"
+    return [sorted(map(tuple, disk._database.rows(one))) for one in (query, kept)]
+
+
+def test_running_totals_are_what_the_files_add_up_to(tmp_path):
+    chance = torch.Generator().manual_seed(0)
+    with closing(DiskStore(tmp_path, max_bytes=6000)) as disk:
+        for number in (torch.rand(200, generator=chance) ** 2 * 30).int().tolist():
+            asked(disk, number)
+            key = f"{number:040}"
+            if number % 7 == 0:
+                disk.hold([key], pinned=number % 2 == 0, until=None)
+            if number % 11 == 0:
+                disk.delete(key)
+            counted, kept = totals(disk)
+            assert counted == kept
+        assert len(counted) > 2  # of pins, too, and of both queues
+        with disk._database.transaction() as connection:
+            connection.execute("UPDATE totals SET nbytes = 0")
+        disk.prune()
+        counted, kept = totals(disk)
+        assert counted == kept
+
+
 def test_what_memory_serves_counts_on_disk(tmp_path):
     with closing(DiskStore(tmp_path / "one")) as probe:
         probe.put("0" * 40, module(0))

@@ -157,7 +157,7 @@ def test_texts_and_folders_keep_out_of_each_others_names(rag, docs):
 
 
 @pytest.mark.parametrize(
-    "metadata", [{"source": "x"}, {"tags": ["a"]}, {"n": math.nan}, {"n": 10**400}]
+    "metadata", [{"source": "x"}, {"tags": ["a"]}, {"n": math.nan}, {"n": 10**400}, ["n"]]
 )
 def test_metadata_are_named_values(rag, metadata):
     with pytest.raises(ConfigError, match="metadata are"):

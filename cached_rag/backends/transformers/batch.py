@@ -325,8 +325,9 @@ def step_batch(decoder: Decoder, batch: Sequence[StepInput], *, together: bool) 
     Args:
         together: compute all rows in one pass; else one row after another, each with one token.
     """
-    kept = [(row.kv.own, row.kv.own.states) for row in batch]
-    for buffer, states in kept:  # a pass changes them where they are
+    # A pass changes states where they are. Of a single row nobody tries the same step again.
+    kept = [(row.kv.own, row.kv.own.states) for row in batch] if len(batch) > 1 else []
+    for buffer, states in kept:
         buffer.states = states and states.copy()
     try:
         if together:
