@@ -670,7 +670,7 @@ def test_every_experiment_has_help():
 @pytest.mark.parametrize("clients", ["4,-1", ","])
 def test_experiments_refuse_numbers_that_are_none(clients):
     result = run(experiments.app, ["traffic", "x.jsonl", "--clients", clients])
-    assert "clients are whole numbers, 1 or" in str(result.exception)
+    assert "clients are whole numbers" in str(result.exception)
 
 
 def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):
