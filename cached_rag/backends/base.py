@@ -304,9 +304,9 @@ class Backend(Protocol):
             the order of rows and tokens.
 
         Effects: writes the tokens' KV, and raises the `kv.length` of each row without `slots` by
-        their number. If it fails, no length has changed, and of several rows each may be tried again.
-        Callers take tokens back by lowering `kv.length`: what lies behind it is never read, and
-        written over.
+        their number. If it fails, no length has changed, and of several rows each may be tried
+        again. Callers take tokens back by lowering `kv.length`: what lies behind it is never read,
+        and written over.
         """
 
     def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
