@@ -667,10 +667,16 @@ def test_every_experiment_has_help():
         assert "Usage" in result.stdout
 
 
-@pytest.mark.parametrize("clients", ["4,-1", ","])
-def test_experiments_refuse_numbers_that_are_none(clients):
+@pytest.mark.parametrize(
+    ("clients", "said"),
+    [
+        ("4,-1", "clients are whole numbers, 1 or more"),
+        (",", "clients are whole numbers, comma-separated"),
+    ],
+)
+def test_experiments_refuse_numbers_that_are_none(clients, said):
     result = run(experiments.app, ["traffic", "x.jsonl", "--clients", clients])
-    assert "clients are whole numbers" in str(result.exception)
+    assert said in str(result.exception)
 
 
 def test_chat_answers_turn_by_turn_and_shows_what_it_used(index):

@@ -105,7 +105,8 @@ def load_complete(path: str, name: str, config: Any = None, **options: Any) -> A
         )
     linears = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     unused = [key for key in report["unexpected_keys"] if key.rpartition(".")[0] in linears]
-    if unused:
+    # Where it does say how they are quantised, transformers knows what else of it has no use.
+    if unused and getattr(model.config, "quantization_config", None) is None:
         raise ModelError(
             f"{name} has {_some(sorted(unused))}, which its configuration does not explain: its "
             "linear layers would compute wrong numbers; download config.json again, or use a model "

@@ -41,7 +41,7 @@ _EMBEDDING, _HEAD = "token_embd.weight", "lm_head"
 _COMPUTED = (*ROTATIONS, "attn_rot_embd.weight")
 _DENSE = {"F32", "F16", "BF16"}
 _READING = Lock()
-# Every so manieth layer of Gemma 3 sees everything, unless a file says otherwise.
+# Of so many layers of Gemma 3 the last sees everything, unless a file says otherwise.
 _PERIOD = 6
 _GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
 

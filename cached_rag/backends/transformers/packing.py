@@ -184,13 +184,14 @@ def _form(
 ) -> Groups | str | None:
     """What a layer is to be kept as; None for as it is."""
     stored = form_of(part)
+    in_8 = None if part.in_features % INT8_COLUMNS else "int8"
     if weights == "as stored":  # in fp16, 8 bits need not be rounded
-        return None if stored == "int8" and keeps == "halves" else stored
+        return (None if keeps == "halves" else in_8) if stored == "int8" else stored
     if weights == "int8" or name == _HEAD:  # a head in 4 bits costs most and saves least
-        return "int8"
+        return in_8
     if isinstance(stored, Groups):
         return stored
-    return "int4" if fits_groups(part.out_features, part.in_features) else "int8"
+    return "int4" if fits_groups(part.out_features, part.in_features) else in_8
 
 
 def _packed(
@@ -205,8 +206,6 @@ def _packed(
     None for a layer that stays as it is.
     """
     wanted = _form(name, part, weights, keeps)
-    if wanted == "int8" and part.in_features % INT8_COLUMNS:
-        wanted = None
     if wanted is None and keeps != "halves":
         return None
     own = part.groups.dense(torch.float32) if isinstance(part, StoredLinear) else part.weight.data

@@ -89,9 +89,7 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
         ModelError: partial prefill does not reproduce the model's own prefill, or the model caches
             something other than keys and values, or has windows that cannot be tried.
     """
-    if "local" in getattr(
-        model.config, "attention_layers", ()
-    ):  # its tables of masks are GPT-Neo's
+    if "local" in getattr(model.config, "attention_layers", ()):  # GPT-Neo
         raise ModelError(
             f"{type(model).__name__} masks what is outside its windows by tables for rows that "
             f"follow each other, so scattered tokens of a long prompt would be wrong. {REMEDY}"
