@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
@@ -137,9 +138,9 @@ class Engine:
     @classmethod
     def load(
         cls,
-        model: str = DEFAULT_MODEL,
+        model: str | Path = DEFAULT_MODEL,
         *,
-        store: StoreConfig | str | None = None,
+        store: StoreConfig | str | Path | None = None,
         batch: BatchConfig | None = None,
         **options: Any,
     ) -> Engine:
@@ -155,7 +156,7 @@ class Engine:
             ModelNotFoundError, ModelError, ConfigError: see `load_backend`.
             MissingPackageError: a package that the backend or the adapter needs is not installed.
         """
-        settings = StoreConfig(path=store) if isinstance(store, str) else store
+        settings = StoreConfig(path=str(store)) if isinstance(store, str | Path) else store
         how = ModelConfig(**parted(options, ModelConfig)[0])
         load = partial(load_backend, model, how.backend, dtype=how.dtype, device=how.device)
         variant = Variant.of(how.revision, how.adapter, how.model_kwargs)

@@ -172,7 +172,7 @@ def refusal(profile: Profile, link: Link, tokens: int) -> str:
 
 
 def load_backend(
-    name: str,
+    name: str | Path,
     backend: str = "transformers",
     *,
     dtype: torch.dtype | str | None = None,
@@ -195,7 +195,7 @@ def load_backend(
     """
     if backend not in BACKENDS:
         raise ConfigError(f"backend {backend!r} is not one of {', '.join(BACKENDS)}")
-    return BACKENDS[backend](name, dtype, device, weights, variant)
+    return BACKENDS[backend](str(name), dtype, device, weights, variant)
 
 
 def _llama_cpp(

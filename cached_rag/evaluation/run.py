@@ -324,7 +324,7 @@ class Settings:
     def chosen(self, journal: Journal) -> Iterator[dict[str, Any]]:
         """The journal's measurements of the examples that are asked, and whether each is right.
 
-        That is found in the text they keep, so it is known of older journals, too.
+        That is found in the text they keep.
         """
         asked = {(path.stem, one.digest): one for path in self.data for one in self.asked(path)}
         for row in journal.rows():

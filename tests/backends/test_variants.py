@@ -258,10 +258,11 @@ def test_the_server_has_an_adapter_and_thinking(monkeypatch):
     assert asked["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_a_path_and_a_device_of_torchs_are_taken(model_folder):
-    with Engine.load(Path(model_folder), device="cpu") as engine:
+def test_paths_and_a_device_of_torchs_are_taken(model_folder, tmp_path):
+    with Engine.load(Path(model_folder), device="cpu", store=tmp_path / "kv") as engine:
         assert engine.model.name == model_folder
-    found = load_model(model_folder, device=torch.device("cpu"))
+    assert (tmp_path / "kv").is_dir()
+    found = load_model(Path(model_folder), device=torch.device("cpu"))
     assert found.fingerprint == engine.model.fingerprint
 
 

@@ -90,7 +90,6 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         ModelError: the file is damaged, or does not fit in memory; or a GPU is wanted and the build
             has none.
     """
-    name = str(name)  # of a path
     library, source = api.load(), gguf_source(name)
     if on_gpu and not library.llama_supports_gpu_offload():
         raise ModelError(

@@ -64,7 +64,7 @@ _FOLDER_VERSION = 7
 
 @judged
 def load_model(
-    name: str,
+    name: str | Path,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     weights: str = "as stored",
@@ -73,7 +73,7 @@ def load_model(
     """Load a model by alias, folder, GGUF file or hub id.
 
     Args:
-        name: see `resolve`; a `Path` will do.
+        name: see `resolve`.
         dtype: "float32", "bfloat16" or "float16"; None for the fastest one on this machine, in
             which layers of few bits round what they are given to bf16.
         device: "cpu", "cuda" or "mps"; None for the best one of this machine.
@@ -90,7 +90,7 @@ def load_model(
         ConfigError: there is no such device, dtype or format, or not on this device; or an option
             that the model does not have.
     """
-    name = str(name)  # of a path
+    name = str(name)
     source = resolve(name)
     is_local = source.is_gguf or Path(source.path).is_dir()
     if variant.revision is not None and is_local:
