@@ -176,6 +176,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "pad_token_id": 0}
         | {"mamba_d_state": 8},
     ),
+    "minimax": ("minimax", _SIZES | {"head_dim": 16, "num_local_experts": 4, "block_size": 32}),
 }
 UNMOVABLE = {"gpt2"}
 ALIBI = {"bloom", "mpt", "falcon_alibi"}

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load
-from transformers import DynamicCache
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
 from cached_rag.backends.machine import peak_bytes
@@ -180,8 +179,8 @@ class LanguageModel:
         model, ids = self.decoder.model, token_ids.to(self.device)
         options: dict[str, Any] = {"use_cache": True}
         if split:
-            options[cache_argument(model)] = DynamicCache(config=model.config)
-            model(input_ids=ids[:, :split], **options)
+            name = cache_argument(model)
+            options[name] = model(input_ids=ids[:, :split], **options)[name]
         if "logits_to_keep" in self.decoder.parameters:
             options["logits_to_keep"] = 1
         done = model(input_ids=ids[:, split or 0 :], **options)

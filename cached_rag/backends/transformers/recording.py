@@ -149,7 +149,7 @@ class _Listening(DynamicCache):  # type: ignore[misc]
     def get_conv_state(self, *_: Any, **__: Any) -> None:
         """Say that nothing came before."""
 
-    get_recurrent_state = get_conv_state
+    get_recurrent_state = get_linear_cache = get_conv_state
 
     def is_recording_past(self, *_: Any) -> bool:
         return False
@@ -167,6 +167,9 @@ class _Listening(DynamicCache):  # type: ignore[misc]
         self.stateful.add(layer_idx)
         return recurrent_states
 
+    def set_linear_cache(self, layer_idx: int, _: torch.Tensor) -> None:
+        self.stateful.add(layer_idx)
+
 
 def kv_shapes(model: Any, token_ids: torch.Tensor) -> tuple[KVShapes, frozenset[int]]:
     """What the model's layers keep of a token, as they hand it to a cache; which keep a state.
@@ -179,7 +182,7 @@ def kv_shapes(model: Any, token_ids: torch.Tensor) -> tuple[KVShapes, frozenset[
     """
     cache, name = _Listening(), type(model).__name__
     try:
-        model(input_ids=token_ids, use_cache=True, **{cache_argument(model): cache})
+        model(input_ids=token_ids, use_cache=False, **{cache_argument(model): cache})
     except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"{name} could not compute two tokens with a cache ({type(error).__name__}: {error}). "
@@ -227,7 +230,7 @@ def record(
     if positions is not None:
         options["position_ids"] = positions
     with entering(layers, enter), leaving(layers, lambda _, hidden: found.outputs.append(hidden)):
-        output = model(input_ids=token_ids, use_cache=True, **options)
+        output = model(input_ids=token_ids, use_cache=False, **options)
     found.logits = output.logits[:, -1].float()
     for index in range(len(layers)):
         keys, values = cache.kept.get(index, (None, None))

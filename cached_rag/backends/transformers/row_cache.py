@@ -256,6 +256,16 @@ class RowCache(Cache):  # type: ignore[misc]
         self.update(values[..., :0], values, layer)
         return windows_before(self.buffer.values[layer], self.rows.slots, count)
 
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        """A layer's state, by the name that MiniMax has for it; None before the first token."""
+        layer = self.layers[layer_idx]
+        return layer.recurrent_states[0] if layer.has_previous_state[0] else None
+
+    def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
+        """Keep a layer's state, by MiniMax's name for it."""
+        self.update_recurrent_state(state, layer_idx)
+        self.layers[layer_idx].has_previous_state[0] = True
+
     def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, how: Scoring) -> None:
         """Show the observer a layer's query and keys before the layer attends.
 
