@@ -52,7 +52,7 @@ class GenerationConfig:
             (`prefix`), "auto", or "fast" (docs/methods.md has what each keeps). It becomes the
             method, and is None afterwards.
         recompute_ratio: share of the reused tokens to recompute, 0 to 1; None for the method's
-            default.
+            default. Methods that have none refuse it.
         max_tokens: most tokens of the answer.
         temperature: 0, and whatever is less than 0.0001, always takes the likeliest token.
         top_p, top_k: nucleus and top-k sampling; 1 and 0 switch them off. The nucleus of a top_p of
@@ -143,13 +143,18 @@ class GenerationConfig:
         return method
 
     def replace(self, **options: Any) -> GenerationConfig:
-        """A copy with some settings changed; a quality takes the place of the method.
+        """A copy with some settings changed.
+
+        A quality takes the place of the method, and either has its own `recompute_ratio` if no
+        other is given.
 
         Raises:
             ConfigError: an unknown name or a bad value.
         """
         if options.get("quality") is not None:
             options = {"method": "auto"} | options
+        if "method" in options:
+            options = {"recompute_ratio": None} | options
         return dataclasses.replace(self, **parted(options, GenerationConfig)[0])
 
 

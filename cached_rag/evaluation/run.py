@@ -26,7 +26,7 @@ from cached_rag.evaluation.measure import Measurement, figures, read, right
 from cached_rag.evaluation.summary import POOLED
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import PRIMER, primer
-from cached_rag.methods import has_own_ratio
+from cached_rag.methods import SELECTORS, is_compared_at
 
 # What stands before a chunk while it is encoded; some take a number: `primer:2`. Or the default, as
 # a codec gives it back.
@@ -62,7 +62,7 @@ class Trial:
 
     def config(self, max_tokens: int) -> GenerationConfig:
         """The engine's settings: greedy, at `ratio` unless the method has a ratio of its own."""
-        ratio = None if has_own_ratio(self.method) else self.ratio
+        ratio = self.ratio if is_compared_at(self.method, SELECTORS) else None
         return GenerationConfig(method=self.method, recompute_ratio=ratio, max_tokens=max_tokens)
 
 
@@ -92,11 +92,9 @@ def _ratios(method: str, ratios: Sequence[float]) -> Sequence[float]:
     fixed = _WITHOUT_RATIO.get(method)
     if fixed is not None:
         return [fixed]
-    own = GenerationConfig(method=method).selector()
-    whole = GenerationConfig(method=method, recompute_ratio=1.0).selector()
-    if not has_own_ratio(method) and whole != own:
+    if is_compared_at(method, SELECTORS):
         return ratios
-    return [getattr(own, "recompute_ratio", None) or 0.0]
+    return [getattr(GenerationConfig(method=method).selector(), "recompute_ratio", None) or 0.0]
 
 
 def _check_encoding(text: str) -> None:
@@ -303,7 +301,6 @@ class Settings:
             "primer": PRIMER.name,
             "reference": "in the chunks' letter case, divergence along it",
             "tokens": [_ANSWER_TOKENS, _LONG_ANSWER_TOKENS],
-            "mapreduce": "of summaries, in parallel",
             **({"chunks": self.questions.chunks} if self.questions.chunks is not None else {}),
         }
 

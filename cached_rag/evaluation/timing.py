@@ -22,7 +22,7 @@ from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
 from cached_rag.library.encode import BATCH_TOKENS, Context, encode_chunks
 from cached_rag.library.matching import EncodedAfter
-from cached_rag.methods import has_own_ratio
+from cached_rag.methods import SELECTORS, is_compared_at
 
 Name = TypeVar("Name", bound=Hashable)
 Sample = TypeVar("Sample")
@@ -194,7 +194,7 @@ def configs_of(
     return {
         method: GenerationConfig(
             method=method,
-            recompute_ratio=None if has_own_ratio(method) else ratio,
+            recompute_ratio=ratio if is_compared_at(method, SELECTORS) else None,
             max_tokens=new_tokens,
             ignore_eos=True,
             drafts=False,

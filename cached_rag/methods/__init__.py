@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Selector, Takes
 from cached_rag.methods.cacheblend import CacheBlend
-from cached_rag.methods.parse import UnionSelector, has_own_ratio, parse_method, spelled
+from cached_rag.methods.parse import UnionSelector, is_compared_at, parse_method, spelled
 from cached_rag.methods.question import A3, AnchorFlow, Auto, Fast, InfoFlow, Lexical, ProphetKV
 from cached_rag.methods.reuse import Compose, Epic, Full, Prefix, Random, Reuse
 
@@ -31,7 +31,7 @@ __all__ = [
     "Selector",
     "Takes",
     "UnionSelector",
-    "has_own_ratio",
+    "is_compared_at",
     "parse_method",
     "spelled",
 ]

@@ -81,9 +81,14 @@ class UnionSelector(QuestionSelector):
 _ALONE = ("auto", "fast", "full", "prefix")
 
 
-def has_own_ratio(name: str) -> bool:
-    """Whether a method is compared at its own share of recompute, whatever the others' is."""
-    return name in _ALONE
+def takes_ratio(text: str, table: Mapping[str, type[Selector]]) -> bool:
+    """Whether a method has a `recompute_ratio` that its text leaves open."""
+    return _parsed(text, table, 0.0) != _parsed(text, table, 1.0)
+
+
+def is_compared_at(text: str, table: Mapping[str, type[Selector]]) -> bool:
+    """Whether a method is compared at the others' share of recompute; `auto` keeps its own."""
+    return text not in _ALONE and takes_ratio(text, table)
 
 
 def parse_method(
@@ -96,8 +101,18 @@ def parse_method(
         ratio: the `recompute_ratio` of every method that has one and does not set it itself.
 
     Raises:
-        ConfigError: an unknown method or option, or a value that it does not take.
+        ConfigError: an unknown method or option, or a value that it does not take; a ratio that
+            no method takes.
     """
+    if ratio is not None and not takes_ratio(text, table):
+        raise ConfigError(
+            f"recompute_ratio={ratio:g} changes nothing: method {text!r} "
+            + ("has one already" if "recompute_ratio" in text else "takes none")
+        )
+    return _parsed(text, table, ratio)
+
+
+def _parsed(text: str, table: Mapping[str, type[Selector]], ratio: float | None) -> Selector:
     parts = [part.strip() for part in text.split("+")]
     members = [_member(part, table, ratio, is_joined=len(parts) > 1) for part in parts]
     return members[0] if len(members) == 1 else UnionSelector(members=tuple(members))

@@ -26,6 +26,7 @@ from cached_rag.methods import (
     InfoFlow,
     Layout,
     Lexical,
+    Prefix,
     ProphetKV,
     Random,
     Reuse,
@@ -34,6 +35,7 @@ from cached_rag.methods import (
     spelled,
 )
 from cached_rag.methods.base import LayerCheck, Selector
+from cached_rag.methods.parse import takes_ratio
 
 RATIOED = sorted(set(SELECTORS) - {"reuse", "full", "prefix", "compose"})
 
@@ -164,7 +166,8 @@ def test_models_that_cannot_be_watched_are_refused_by_name():
 @pytest.mark.parametrize("name", sorted(SELECTORS))
 def test_live_rows_are_always_computed_and_exact_ones_never(name):
     layout = small_layout()
-    rows = parse_method(name, SELECTORS, 0.3).first_rows(layout)
+    ratio = 0.3 if takes_ratio(name, SELECTORS) else None
+    rows = parse_method(name, SELECTORS, ratio).first_rows(layout)
     assert bool((rows | ~layout.fresh).all())
     assert not bool((rows & layout.exact).any())
 
@@ -334,9 +337,6 @@ def test_bad_methods_are_refused(text):
 
 def test_methods_as_text_and_as_selectors():
     assert GenerationConfig(method="epic:anchor_tokens=4").selector() == Epic(4)
-    assert GenerationConfig(method="epic:anchor_tokens=4", recompute_ratio=0.5).selector() == Epic(
-        4
-    )
     joined = UnionSelector(members=(Epic(8), InfoFlow(0.04)))
     with pytest.raises(ConfigError, match="ratios of their own"):
         UnionSelector(1.0, (Epic(8), InfoFlow(0.04)))
@@ -345,6 +345,29 @@ def test_methods_as_text_and_as_selectors():
     own = CacheBlend(0.3, score="keys")
     assert GenerationConfig(method=own).selector() is own
     assert spelled(own) == 'cacheblend:recompute_ratio=0.3,score="keys"'
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        ("full", "takes none"),
+        ("reuse", "takes none"),
+        ("epic:anchor_tokens=4", "takes none"),
+        ("cacheblend:recompute_ratio=0.1", "has one already"),
+        ("epic:anchor_tokens=4+infoflow:recompute_ratio=0.04", "has one already"),
+    ],
+)
+def test_a_ratio_that_would_change_nothing_is_refused(method, why):
+    with pytest.raises(ConfigError, match=f"recompute_ratio=0.3 changes nothing: .* {why}"):
+        GenerationConfig(method=method, recompute_ratio=0.3)
+
+
+def test_another_method_does_not_take_the_ratio_of_the_one_before():
+    own = GenerationConfig("cacheblend", recompute_ratio=0.3)
+    assert own.replace(max_tokens=2).recompute_ratio == 0.3
+    assert own.replace(method="reuse").selector() == Reuse()
+    assert own.replace(quality="exact").selector() == Prefix()
+    assert own.replace(method="epic", recompute_ratio=0.5).selector() == Epic(recompute_ratio=0.5)
 
 
 def check(layer, fresh_values, fresh_keys=None):

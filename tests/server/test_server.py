@@ -460,7 +460,8 @@ def test_keys_tenants_and_limits():
 
 
 def test_who_finds_the_queue_full_is_told_to_come_again():
-    engine = slow_engine(max_rows=1, max_waiting=1)
+    engine, goes_on = slow_engine(max_rows=1, max_waiting=1), threading.Event()
+    engine.model.before = lambda batch: goes_on.wait(60)
     with serving(engine) as (address, service):
         url = f"{address}/v1/chat/completions"
         body = GREEDY | {"messages": MESSAGES, "max_tokens": 40}
@@ -475,6 +476,7 @@ def test_who_finds_the_queue_full_is_told_to_come_again():
             assert re.search(r"ask again in 1 s, .* --max-waiting\)", error["message"])
             streamed = httpx.post(url, json=body | {"stream": True})
             assert streamed.status_code == 429
+            goes_on.set()
             assert [one.result().status_code for one in busy] == [200, 200]
         assert service.num_open == 0
     engine.close()
