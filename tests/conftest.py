@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import time
 from typing import Any
 
@@ -191,6 +192,13 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def shuffled(seed: int) -> str:
+    """The words of `CHUNKS` in another order: texts with no sentence in common."""
+    words = " ".join(CHUNKS).split()
+    random.Random(seed).shuffle(words)
+    return " ".join(words)
 
 
 @functools.cache

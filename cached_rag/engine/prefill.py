@@ -22,7 +22,7 @@ from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVBuffer, LayerLoader, ModuleKV
 from cached_rag.library.encode import check_known
 from cached_rag.library.plan import Placement, Plan
-from cached_rag.methods import AnchorFlow, Full, Layout, Takes, spelled
+from cached_rag.methods import AnchorFlow, Auto, Full, Layout, Takes, spelled
 
 _log = logging.getLogger(__name__)
 
@@ -286,6 +286,11 @@ def _note_rows(
     report.recomputed_tokens = int((~layout.fresh[rows.cpu()]).sum())
     report.cached_tokens = cached - report.recomputed_tokens
     method = prompt.method
+    if isinstance(method, Auto) and method.share(layout) > method.recompute_ratio:
+        report.notes.append(
+            f"these chunks are full of entries that differ in a name or a number, so {method.name} "
+            f"recomputed {method.share(layout):.0%} of them; fewer would do for fewer chunks"
+        )
     if isinstance(method, AnchorFlow) and plan.positions is None:
         prompt.following = Following(method, layout, rows)
 

@@ -10,12 +10,15 @@ says what it recomputes and why, what that costs, and when to use it.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 
 from cached_rag.options import check_range, check_types
 
@@ -49,11 +52,46 @@ class Layout:
         """(seq_len,) bool: approximate tokens, the ones a method may choose to recompute."""
         return ~(self.fresh | self.exact)
 
+    @cached_property
+    def is_alike(self) -> bool:
+        """Whether much of the reused tokens stands in entries that are alike.
+
+        Entries are alike if they differ in a name or a number: what stands between comes again, in
+        runs of `_TELLING` bits or more. A run twelve times as long is a copy of a text.
+        """
+        ids = self.ids[self.reused[: len(self.ids)]]
+        shares = torch.unique(ids, return_counts=True)[1] / max(1, len(ids))
+        bits = float(torch.special.entr(shares).sum()) / math.log(2)
+        length = math.ceil(_TELLING / max(bits, 1e-3))
+        alike = _again(ids, length) & ~_again(ids, 12 * length)
+        return int(alike.sum()) > _MUCH * len(ids)
+
     @property
     def question(self) -> int:
         """Where the question begins: behind the last token that has cached KV."""
         covered = (~self.fresh).nonzero()
         return int(covered[-1]) + 1 if len(covered) else 0
+
+
+# Bits of a run that does not come again by chance: some 7 tokens, more where a tokenizer spells.
+_TELLING = 50
+# Of made entries, price lists and logs .4 to .9 of the tokens are alike, of code mostly .1 to .45,
+# of prose up to .3.
+_MUCH = 0.4
+
+
+def _again(ids: torch.Tensor, length: int) -> torch.Tensor:
+    """(num_tokens,) bool: what stands in a run of that length that comes more than once."""
+    if len(ids) < length:
+        return torch.zeros(len(ids), dtype=torch.bool)
+    runs = ids.unfold(0, length, 1)
+    named = torch.zeros_like(runs[:, 0])
+    for token in runs.T:  # a hash, modulo 2^64
+        named = named * 1_000_003 + token
+    _, which, counts = torch.unique(named, return_inverse=True, return_counts=True)
+    begins = (counts[which] > 1).float()
+    around = F.pad(begins, (length - 1, length - 1))
+    return F.max_pool1d(around[None], length, stride=1)[0] > 0
 
 
 @dataclass(frozen=True)

@@ -178,35 +178,54 @@ class AnchorFlow(InfoFlow):
 class Auto(AnchorFlow):
     """Recomputes what `anchorflow` does with its defaults: 8 anchors a chunk, and 30 %.
 
-    Of chunks that were encoded behind others of their document it is 16 %. These shares are left
-    out where the prompt's live tokens, a long question or chunks without KV, are a quarter of it
-    and more than 128. Where a model's attention cannot be watched it is
-    `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix` or `full`;
+    Of chunks that were encoded behind others of their document it is 16 %. Where chunks are full of
+    alike entries it is 30 % of either, and more in longer prompts: all, from 2000 tokens of such
+    entries on. Otherwise these shares are left out where the prompt's live tokens, a long question
+    or chunks without KV, are a quarter of it and more than 128. Where a model's attention cannot be
+    watched it is `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix` or `full`;
     `report.notes` says so. The figures that chose it are in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
     Cost: the live tokens twice, the anchors and 16 to 30 %; with many live tokens these once, and
-    the anchors. Use it unless you have measured another.
+    the anchors; with many alike entries up to a full prefill. Use it unless you have measured
+    another.
     """
 
     name: ClassVar[str] = "auto"
-    # Chunks that were encoded behind others of their document need less repair: with this share of
-    # the ratio 110 of 118 right answers are kept, with twice as much 113 (docs/experiments.md).
+    # Where entries are alike, the ratio is enough for so many tokens. The more there are, the more
+    # repair it takes until an answer is read from the right entry (docs/experiments.md).
+    enough_for: ClassVar[float] = 600
+    # Chunks that were encoded behind others of their document need less repair, unless their
+    # entries are alike.
     settled_share: ClassVar[float] = 8 / 15
     gives_way: ClassVar[bool] = True
 
+    def share(self, layout: Layout) -> float:
+        """The share of chunks encoded apart that is recomputed: r, or more if entries are alike."""
+        times = int(layout.reused.sum()) / self.enough_for
+        if times <= 1 or not layout.is_alike:
+            return self.recompute_ratio
+        return min(1.0, self.recompute_ratio * times)
+
     def budget(self, layout: Layout) -> int:
         """How many reused tokens are recomputed besides the anchors."""
-        settled = sum(int(layout.reused[begin:end].sum()) for begin, end in layout.settled)
+        settled = float(sum(int(layout.reused[begin:end].sum()) for begin, end in layout.settled))
         apart = int(layout.reused.sum()) - settled
-        return int(self.recompute_ratio * (apart + self.settled_share * settled))
+        if settled and self.settled_share < 1.0 and not layout.is_alike:
+            settled *= self.settled_share
+        return int(self.share(layout) * (apart + settled))
+
+    def first_rows(self, layout: Layout) -> torch.Tensor:
+        """The live rows and the anchors; all that are not exact if all are to be recomputed."""
+        return ~layout.exact if self.share(layout) == 1.0 else super().first_rows(layout)
 
     def is_needed(self, layout: Layout) -> bool:
         """Whether the question is asked: not where that is dear."""
         live = int(layout.fresh.sum())
         is_dear = live > max(_MANY, _LARGE_SHARE * len(layout.fresh))
-        return not is_dear and super().is_needed(layout)
+        is_raised = self.share(layout) > self.recompute_ratio
+        return (is_raised or not is_dear) and super().is_needed(layout)
 
 
 @dataclass(frozen=True)
@@ -220,6 +239,7 @@ class Fast(Auto):
     """
 
     name: ClassVar[str] = "fast"
+    enough_for: ClassVar[float] = math.inf
     settled_share: ClassVar[float] = 1.0
     recompute_ratio: float = 0.03
 

@@ -8,15 +8,15 @@ import logging
 
 import pytest
 import torch
-from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+from conftest import NEW_PROMPTS, shuffled, tiny_model
 
 from cached_rag import Engine, StoreConfig
 from cached_rag.library import handed_over
 from cached_rag.library.handed_over import RUN, is_like
 
-LINES = [f"Line {number}: {CHUNKS[number % 3]} And {number * 7} more." for number in range(12)]
+LINES = [f"Line {n}: {shuffled(n)[:90]}. And {n * 7} more." for n in range(12)]
 TEXT = "\n".join(LINES)
-OTHER = "\n".join(f"Item {number} of another kind: {CHUNKS[number % 2]}" for number in range(12))
+OTHER = "\n".join(map(shuffled, range(20, 26)))
 QUESTION = "\n\nWhat is said of copper?"
 
 

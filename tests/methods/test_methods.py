@@ -225,6 +225,49 @@ def test_fast_chooses_a_tenth_of_what_auto_does():
     assert (spelled(Fast()), spelled(Auto(0.2))) == ("fast", "auto:recompute_ratio=0.2")
 
 
+def entries(count, copies=1):
+    """A layout of reused entries that differ in two of 24 tokens, and a question of ten."""
+    shape, drawn = torch.arange(24), torch.Generator().manual_seed(0)
+    each = shape.repeat(count, 1)
+    each[:, [8, 16]] = torch.randint(1000, 9000, (count, 2), generator=drawn)
+    ids = torch.cat([each.flatten().repeat(copies), torch.arange(10)])
+    fresh = torch.arange(len(ids)) >= len(ids) - 10
+    return Layout(fresh, torch.zeros_like(fresh), ((0, len(ids) - 10),), 4, ids=ids)
+
+
+def prose(count):
+    """As `entries`, of tokens that come in no order."""
+    like = entries(count)
+    return dataclasses.replace(like, ids=torch.randperm(len(like.ids)) % 997)
+
+
+def test_entries_are_alike_and_neither_prose_nor_copies_of_it_are():
+    assert entries(20).is_alike
+    assert entries(100).is_alike
+    assert not prose(20).is_alike
+    assert not prose(100).is_alike
+    text = prose(40).ids
+    fresh = torch.arange(2 * len(text)) >= 2 * len(text) - 10
+    twice = Layout(fresh, torch.zeros_like(fresh), ((0, 10),), 4, ids=torch.cat([text, text]))
+    assert not twice.is_alike
+    same = torch.zeros(100, dtype=torch.int64)
+    assert not dataclasses.replace(entries(20), ids=same).is_alike  # a word again and again
+    assert not dataclasses.replace(entries(20), ids=same[:0]).is_alike
+
+
+def test_auto_repairs_more_the_more_entries_are_alike_and_fast_does_not():
+    for count, share in ((20, 0.3), (40, 0.48), (60, 0.72), (100, 1.0)):
+        layout = entries(count)
+        reused = int(layout.reused.sum())
+        assert Auto().budget(layout) == pytest.approx(share * reused, abs=1)
+        assert Fast().budget(layout) == int(0.03 * reused)
+        assert Auto().budget(prose(count)) == int(0.3 * reused)
+        assert bool(Auto().observed_layers(layout)) == (share < 1)  # nothing is left to choose
+        assert bool((Auto().first_rows(layout) == ~layout.exact).all()) == (share == 1)
+    half = dataclasses.replace(entries(20), settled=((0, 480),))
+    assert Auto().budget(half) == 144  # of documents, too
+
+
 def test_a_union_takes_what_any_member_takes():
     layout = small_layout()
     union = parse_method("epic:anchor_tokens=1+prophetkv:recompute_ratio=0.04", SELECTORS)
