@@ -289,7 +289,7 @@ def _note_rows(
     if isinstance(method, Auto) and method.share(layout) > method.recompute_ratio:
         report.notes.append(
             f"these chunks are full of entries that differ in a name or a number, so {method.name} "
-            f"recomputed {method.share(layout):.0%} of them; fewer would do for fewer chunks"
+            f"recomputes {method.share(layout):.0%} of them; of fewer chunks it recomputes less"
         )
     if isinstance(method, AnchorFlow) and plan.positions is None:
         prompt.following = Following(method, layout, rows)

@@ -14,6 +14,7 @@ from conftest import (
     RELOCATABLE,
     ask,
     plain_logits,
+    shuffled,
     tiny_model,
     tiny_tokenizer,
 )
@@ -22,6 +23,7 @@ from cached_rag import PRIMER, ConfigError, Engine, StoreConfig, wrap_model
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import ContextOverflowError, RelocationError
+from cached_rag.methods import Auto
 
 
 def plain_ids(messages):
@@ -366,3 +368,23 @@ def test_engines_are_shared_by_what_they_were_asked_for(monkeypatch):
 def test_an_engine_of_a_name_says_how_a_model_is_loaded(wrong):
     with pytest.raises(ConfigError, match=r"Engine\.load\(NAME\)"):
         Engine(wrong)
+
+
+def test_many_alike_entries_are_answered_as_full_prefill_answers_and_prose_is_repaired(monkeypatch):
+    monkeypatch.setattr(Auto, "enough_for", 150)  # as 600 tokens in a model of longer prompts
+    parts = [f"Part {n * 37} costs {n * 91 % 101} EUR." for n in range(28)]
+    listed = ["\n".join(parts[at : at + 7]) for at in range(0, 28, 7)]
+    for texts, is_alike in ((listed, True), ([shuffled(n)[:180] for n in range(4)], False)):
+        with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+            engine.encode(texts, context=None)
+            prompt = "\n\n".join([*texts, "What does part 37 cost?"])
+            full, auto, fast = (
+                engine.prefill(prompt, method=one, max_tokens=1) for one in ("full", "auto", "fast")
+            )
+            assert torch.allclose(auto.logits, full.logits, atol=1e-4) == is_alike
+            assert not torch.allclose(fast.logits, full.logits, atol=1e-3)
+            assert (auto.report.charged_recompute > 0.95) == is_alike
+            assert ["differ in a name" in one for one in auto.report.notes] == [True] * is_alike
+            assert fast.report.notes == []
+            for one in (full, auto, fast):
+                one.release()
