@@ -11,7 +11,14 @@ from cached_rag.cli.terminal import err
 from cached_rag.errors import CachedRAGError
 from docs.experiments.commands.answers import answers, chat, memory, weights_formats
 from docs.experiments.commands.gpu import gpu
-from docs.experiments.commands.models import architectures, deviation, loading, models, order
+from docs.experiments.commands.models import (
+    architectures,
+    chains,
+    deviation,
+    loading,
+    models,
+    order,
+)
 from docs.experiments.commands.peers import peers_command
 from docs.experiments.commands.scale import scale
 from docs.experiments.commands.schemas import schema_demo, schema_eval, schema_lengths
@@ -26,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    *(answers, chat, memory, models, architectures, loading, deviation, order, scale),
+    *(answers, chat, memory, models, architectures, loading, deviation, order, chains, scale),
     *(serving, attention, kernels, traffic, stored, gpu),
     *(schema_demo, schema_eval, schema_lengths, vllm_handoff),
 ):

@@ -12,11 +12,14 @@ from doubles import Recording
 from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.backends.transformers import kernels
 from cached_rag.backends.transformers.kernels import reference
+from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.timing import medians, take_turns
 from cached_rag.kv.layers import KVShapes, LayerShape
 from cached_rag.kv.rows import LONGEST_SLAB
+from cached_rag.rag.answer import Prompts
 from docs.experiments.attention import intensity, make_steps, theory
 from docs.experiments.cold import cold_ms
+from docs.experiments.map_reduce import SYSTEM, bench_chains
 from docs.experiments.serving import METHODS, Workload
 from docs.experiments.traffic import bench_traffic, drawn
 
@@ -168,3 +171,30 @@ def test_one_after_another_stays_so_however_many_rows_the_others_have():
     with closing(Workload(tiny_model("qwen3"), **sizes, max_rows=2)) as work:
         rows = {name: engine.scheduler.config.max_rows for name, engine in work.engines.items()}
     assert rows == {"relay": 2, "copied": 2, "recomputed": 2, "sequential": 1}
+
+
+def test_chains_ask_about_each_chunk_and_take_the_answer_that_is_surest():
+    model, question = tiny_model("qwen2"), "Why?"
+    asked: dict[str, float] = {}
+    with Engine(model, NEW_PROMPTS) as engine:
+        prompts = Prompts(engine, SYSTEM)
+        for chunk in CHUNKS:
+            chat = prompts.rendered(prompts.messages(question, [chunk]))
+            answer = engine.generate(chat, method="full", max_tokens=8, logprobs=0)
+            asked[answer.text] = sum(one.logprob for one in answer.logprobs) / 8
+        whole = prompts.rendered(prompts.messages(question, CHUNKS))
+        stuffed = engine.generate(whole, method="full", max_tokens=8).text
+    surest, least = max(asked, key=asked.get), min(asked, key=asked.get)
+    assert asked[surest] > asked[least]
+    ways = ("full", "mapreduce", "maprerank")
+
+    def row(wanted):
+        example = Example("a", question, (wanted,), tuple(CHUNKS))
+        return {one.way: one for one in bench_chains(model, [example], ways, 8)}
+
+    assert row(surest)["maprerank"].right == 1
+    assert row(least)["maprerank"].right == 0
+    rows = row(stuffed)
+    assert rows["full"].right == rows["full"].computed == 1
+    # Chunks are known, so that of the map step little but questions is computed.
+    assert 0 < rows["maprerank"].computed < rows["mapreduce"].computed

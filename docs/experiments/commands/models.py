@@ -139,6 +139,27 @@ def order(
     print_rows(rows, machine(loaded), as_json=as_json)
 
 
+def chains(
+    data: Annotated[list[Path], typer.Argument(help="Question sets (.jsonl).")],
+    model: Model = DEFAULT_MODEL,
+    methods: Methods = "full,auto,fast,mapreduce,maprerank",
+    limit: Annotated[int, typer.Option(min=1, help="Questions of each set.")] = 24,
+    *,
+    how: Loaded,
+    as_json: Json = False,
+) -> None:
+    """All chunks in one prompt, beside chains that ask about each chunk alone."""
+    from cached_rag import load_model
+    from cached_rag.evaluation.data import load_examples
+    from cached_rag.evaluation.machine import machine
+    from docs.experiments.map_reduce import bench_chains
+
+    loaded = load_model(model, **how)
+    examples = [example for path in data for example in load_examples(path, limit)]
+    rows = bench_chains(loaded, examples, names(methods))
+    print_rows(rows, machine(loaded), as_json=as_json)
+
+
 def _print(rows: Sequence[Any], facts: Mapping[str, object], *, as_json: bool) -> None:
     """As `print_rows`, the table in Markdown."""
     if as_json:
