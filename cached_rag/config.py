@@ -145,15 +145,15 @@ class GenerationConfig:
     def replace(self, **options: Any) -> GenerationConfig:
         """A copy with some settings changed.
 
-        A quality takes the place of the method, and either has its own `recompute_ratio` if no
-        other is given.
+        A quality takes the place of the method, and another method has its own `recompute_ratio` if
+        none is given.
 
         Raises:
             ConfigError: an unknown name or a bad value.
         """
         if options.get("quality") is not None:
             options = {"method": "auto"} | options
-        if "method" in options:
+        if options.get("method", self.method) != self.method:
             options = {"recompute_ratio": None} | options
         return dataclasses.replace(self, **parted(options, GenerationConfig)[0])
 

@@ -287,10 +287,12 @@ def _note_rows(
     report.cached_tokens = cached - report.recomputed_tokens
     method = prompt.method
     if isinstance(method, Auto) and method.share(layout) > method.recompute_ratio:
-        report.notes.append(
-            f"these chunks are full of entries that differ in a name or a number, so {method.name} "
-            f"recomputes {method.share(layout):.0%} of them; of fewer chunks it recomputes less"
+        note = (
+            "these chunks are full of entries that differ in a name or a number, so "
+            f"{method.share(layout):.0%} of them is recomputed; retrieve fewer chunks for less, or "
+            'use method="fast", which mixes such entries up'
         )
+        report.notes += [note] if note not in report.notes else []
     if isinstance(method, AnchorFlow) and plan.positions is None:
         prompt.following = Following(method, layout, rows)
 

@@ -56,14 +56,15 @@ class Layout:
     def is_alike(self) -> bool:
         """Whether much of the reused tokens stands in entries that are alike.
 
-        Entries are alike if they differ in a name or a number: what stands between comes again, in
-        runs of `_TELLING` bits or more. A run twelve times as long is a copy of a text.
+        Such entries differ in a name or a number: what stands between comes again and again, in
+        runs of `_TELLING` bits or more. What comes in a run twelve times as long is a copy of a
+        text, and what comes twice the overlap of two chunks.
         """
         ids = self.ids[self.reused[: len(self.ids)]]
         shares = torch.unique(ids, return_counts=True)[1] / max(1, len(ids))
         bits = float(torch.special.entr(shares).sum()) / math.log(2)
         length = math.ceil(_TELLING / max(bits, 1e-3))
-        alike = _again(ids, length) & ~_again(ids, 12 * length)
+        alike = _again(ids, length, 3) & ~_again(ids, 12 * length, 2)
         return int(alike.sum()) > _MUCH * len(ids)
 
     @property
@@ -73,15 +74,15 @@ class Layout:
         return int(covered[-1]) + 1 if len(covered) else 0
 
 
-# Bits of a run that does not come again by chance: some 7 tokens, more where a tokenizer spells.
-_TELLING = 50
-# Of made entries, price lists and logs .4 to .9 of the tokens are alike, of code mostly .1 to .45,
-# of prose up to .3.
-_MUCH = 0.4
+# Bits of a run that does not come thrice by chance: some 4 tokens, more where a tokenizer spells.
+_TELLING = 30
+# Of made entries, price lists and logs .4 to .9 of the tokens are alike, of code mostly .1 to .35,
+# of prose up to .3 (docs/experiments.md).
+_MUCH = 0.35
 
 
-def _again(ids: torch.Tensor, length: int) -> torch.Tensor:
-    """(num_tokens,) bool: what stands in a run of that length that comes more than once."""
+def _again(ids: torch.Tensor, length: int, times: int) -> torch.Tensor:
+    """(num_tokens,) bool: what stands in a run of that length that comes so many times or more."""
     if len(ids) < length:
         return torch.zeros(len(ids), dtype=torch.bool)
     runs = ids.unfold(0, length, 1)
@@ -89,7 +90,7 @@ def _again(ids: torch.Tensor, length: int) -> torch.Tensor:
     for token in runs.T:  # a hash, modulo 2^64
         named = named * 1_000_003 + token
     _, which, counts = torch.unique(named, return_inverse=True, return_counts=True)
-    begins = (counts[which] > 1).float()
+    begins = (counts[which] >= times).float()
     around = F.pad(begins, (length - 1, length - 1))
     return F.max_pool1d(around[None], length, stride=1)[0] > 0
 

@@ -117,6 +117,8 @@ class ProphetKV(QuestionSelector):
 # the prompt, and more than this number of tokens: there it costs more than all the rest, and
 # brought nothing at 3 % (docs/experiments.md).
 _LARGE_SHARE = 0.25
+# Where a choice and what it chooses are this share of all that is reused, all of it is computed.
+_NEARLY = 0.8
 _MANY = 128
 
 
@@ -179,11 +181,11 @@ class Auto(AnchorFlow):
     """Recomputes what `anchorflow` does with its defaults: 8 anchors a chunk, and 30 %.
 
     Of chunks that were encoded behind others of their document it is 16 %. Where chunks are full of
-    alike entries it is 30 % of either, and more in longer prompts: all, from 2000 tokens of such
-    entries on. Otherwise these shares are left out where the prompt's live tokens, a long question
-    or chunks without KV, are a quarter of it and more than 128. Where a model's attention cannot be
-    watched it is `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix` or `full`;
-    `report.notes` says so. The figures that chose it are in docs/quality.md.
+    alike entries it is 30 % of either, and more where these are more than 600 tokens: all, from
+    1600 tokens on. Otherwise these shares are left out where the prompt's live tokens, a long
+    question or chunks without KV, are a quarter of it and more than 128. Where a model's attention
+    cannot be watched it is `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix`
+    or `full`; `report.notes` says so. The figures that chose it are in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
@@ -202,11 +204,15 @@ class Auto(AnchorFlow):
     gives_way: ClassVar[bool] = True
 
     def share(self, layout: Layout) -> float:
-        """The share of chunks encoded apart that is recomputed: r, or more if entries are alike."""
-        times = int(layout.reused.sum()) / self.enough_for
-        if times <= 1 or not layout.is_alike:
+        """The share of chunks encoded apart that is recomputed: r, or more if entries are alike.
+
+        It is all where choosing would cost nearly as much.
+        """
+        reused, live = int(layout.reused.sum()), int(layout.fresh.sum())
+        if reused <= self.enough_for or not layout.is_alike:
             return self.recompute_ratio
-        return min(1.0, self.recompute_ratio * times)
+        more = self.recompute_ratio * reused / self.enough_for
+        return more if more * reused + live < _NEARLY * reused else 1.0
 
     def budget(self, layout: Layout) -> int:
         """How many reused tokens are recomputed besides the anchors."""

@@ -225,12 +225,12 @@ def test_fast_chooses_a_tenth_of_what_auto_does():
     assert (spelled(Fast()), spelled(Auto(0.2))) == ("fast", "auto:recompute_ratio=0.2")
 
 
-def entries(count, copies=1):
+def entries(count):
     """A layout of reused entries that differ in two of 24 tokens, and a question of ten."""
     shape, drawn = torch.arange(24), torch.Generator().manual_seed(0)
     each = shape.repeat(count, 1)
     each[:, [8, 16]] = torch.randint(1000, 9000, (count, 2), generator=drawn)
-    ids = torch.cat([each.flatten().repeat(copies), torch.arange(10)])
+    ids = torch.cat([each.flatten(), torch.arange(10)])
     fresh = torch.arange(len(ids)) >= len(ids) - 10
     return Layout(fresh, torch.zeros_like(fresh), ((0, len(ids) - 10),), 4, ids=ids)
 
@@ -247,16 +247,21 @@ def test_entries_are_alike_and_neither_prose_nor_copies_of_it_are():
     assert not prose(20).is_alike
     assert not prose(100).is_alike
     text = prose(40).ids
-    fresh = torch.arange(2 * len(text)) >= 2 * len(text) - 10
-    twice = Layout(fresh, torch.zeros_like(fresh), ((0, 10),), 4, ids=torch.cat([text, text]))
-    assert not twice.is_alike
+    for copies in (2, 3):
+        whole = text.repeat(copies)
+        fresh = torch.arange(len(whole)) >= len(whole) - 10
+        again = Layout(fresh, torch.zeros_like(fresh), ((0, 10),), 4, ids=whole)
+        assert not again.is_alike
+    overlapping = text.unfold(0, 40, 30).flatten()  # chunks of 40 tokens, 10 of them the next one's
+    fresh = torch.arange(len(overlapping)) >= len(overlapping) - 10
+    assert not Layout(fresh, torch.zeros_like(fresh), ((0, 10),), 4, ids=overlapping).is_alike
     same = torch.zeros(100, dtype=torch.int64)
     assert not dataclasses.replace(entries(20), ids=same).is_alike  # a word again and again
     assert not dataclasses.replace(entries(20), ids=same[:0]).is_alike
 
 
 def test_auto_repairs_more_the_more_entries_are_alike_and_fast_does_not():
-    for count, share in ((20, 0.3), (40, 0.48), (60, 0.72), (100, 1.0)):
+    for count, share in ((20, 0.3), (40, 0.48), (60, 0.72), (70, 1.0), (100, 1.0)):
         layout = entries(count)
         reused = int(layout.reused.sum())
         assert Auto().budget(layout) == pytest.approx(share * reused, abs=1)
@@ -266,6 +271,16 @@ def test_auto_repairs_more_the_more_entries_are_alike_and_fast_does_not():
         assert bool((Auto().first_rows(layout) == ~layout.exact).all()) == (share == 1)
     half = dataclasses.replace(entries(20), settled=((0, 480),))
     assert Auto().budget(half) == 144  # of documents, too
+
+
+def test_auto_computes_all_where_asking_and_repairing_would_cost_more():
+    layout = entries(40)
+    assert Auto().share(layout) == pytest.approx(0.48)
+    many = torch.cat([layout.fresh, torch.ones(300, dtype=torch.bool)])
+    ids = torch.cat([layout.ids, torch.randperm(300)])
+    asked = dataclasses.replace(layout, fresh=many, exact=torch.zeros_like(many), ids=ids)
+    assert Auto().share(asked) == 1.0
+    assert Auto().observed_layers(asked) == ()
 
 
 def test_a_union_takes_what_any_member_takes():
@@ -408,6 +423,7 @@ def test_a_ratio_that_would_change_nothing_is_refused(method, why):
 def test_another_method_does_not_take_the_ratio_of_the_one_before():
     own = GenerationConfig("cacheblend", recompute_ratio=0.3)
     assert own.replace(max_tokens=2).recompute_ratio == 0.3
+    assert own.replace(method="cacheblend").recompute_ratio == 0.3
     assert own.replace(method="reuse").selector() == Reuse()
     assert own.replace(quality="exact").selector() == Prefix()
     assert own.replace(method="epic", recompute_ratio=0.5).selector() == Epic(recompute_ratio=0.5)
