@@ -150,8 +150,15 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+# Which method it is: what is given of these says all of it.
+_OF_METHODS = {"method", "quality", "recompute_ratio"}
+
+
 class SettingsCommand(TyperCommand):
-    """A command that hides its rare options, unless asked for all."""
+    """A command that hides its rare options, unless asked for all.
+
+    A method that is given takes the place of all that a file of settings says of one.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -165,7 +172,12 @@ class SettingsCommand(TyperCommand):
             for one in self.params:
                 one.hidden = False  # type: ignore[attr-defined]
             args = ["--help"]
-        return super().parse_args(ctx, args)
+        left: list[str] = super().parse_args(ctx, args)
+        sources = {name: ctx.get_parameter_source(name) for name in _OF_METHODS & set(ctx.params)}
+        given = {name for name, source in sources.items() if source.name == "COMMANDLINE"}
+        if given - {"recompute_ratio"}:
+            ctx.params.update(dict.fromkeys(sources.keys() - given))
+        return left
 
 
 def _flag(name: str, kind: Any, default: Any) -> str:

@@ -109,6 +109,30 @@ def test_a_command_may_take_an_object_of_the_class():
     assert "--layers" not in CliRunner().invoke(cli, ["--help"]).output
 
 
+@pytest.mark.parametrize(
+    ("args", "method", "ratio"),
+    [
+        ([], "cacheblend", 0.3),
+        (["--recompute-ratio", "0.5"], "cacheblend", 0.5),
+        (["--method", "full"], "full", None),
+        (["--quality", "exact"], "prefix", None),
+        (["--method", "epic", "--recompute-ratio", "0.2"], "epic", 0.2),
+    ],
+)
+def test_a_method_that_is_given_replaces_all_that_a_file_says_of_one(args, method, ratio):
+    found = []
+
+    def ask(how: Annotated[GenerationConfig, OptionsOf()]) -> None:
+        found.append((how.method, how.recompute_ratio))
+
+    cli = typer.Typer()
+    cli.command(cls=SettingsCommand)(with_settings(ask))
+    file = {"method": "cacheblend", "recompute_ratio": 0.3}
+    result = CliRunner().invoke(cli, args, default_map=file)
+    assert result.exit_code == 0, result.output
+    assert found == [(method, ratio)]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_a_screen_and_help_all_has_the_rest(command):
     runner, words = CliRunner(), command.split()
