@@ -217,6 +217,7 @@ class Decoder:
             token_ids, positions: (batch, num_rows) int64.
             kept: how many of the last rows get logits, or which rows do; None for no logits.
         """
+        # Not asked for a cache, but given ours: MiniMax would insist on a class of its own.
         given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False}
         if kept is not None:
             given["logits_to_keep"] = kept

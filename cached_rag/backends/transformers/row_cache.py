@@ -257,12 +257,15 @@ class RowCache(Cache):  # type: ignore[misc]
         return windows_before(self.buffer.values[layer], self.rows.slots, count)
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """A layer's state, by the name that MiniMax has for it; None before the first token."""
+        """A layer's state by MiniMax's name for it, (batch, num_heads, head_dim, head_dim).
+
+        None before the first token.
+        """
         layer = self.layers[layer_idx]
         return layer.recurrent_states[0] if layer.has_previous_state[0] else None
 
     def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
-        """Keep a layer's state, by MiniMax's name for it."""
+        """Keep a layer's state, shaped as `get_linear_cache` has it."""
         self.update_recurrent_state(state, layer_idx)
         self.layers[layer_idx].has_previous_state[0] = True
 
