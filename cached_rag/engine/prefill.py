@@ -289,8 +289,8 @@ def _note_rows(
     if isinstance(method, Auto) and method.share(layout) > method.recompute_ratio:
         note = (
             "these chunks are full of entries that differ in a name or a number, so "
-            f"{method.share(layout):.0%} of them is recomputed; retrieve fewer chunks for less, or "
-            'use method="fast", which mixes such entries up'
+            f"{method.share(layout):.0%} of them is recomputed, so that the right one is read; "
+            "fewer chunks take less time"
         )
         report.notes += [note] if note not in report.notes else []
     if isinstance(method, AnchorFlow) and plan.positions is None:

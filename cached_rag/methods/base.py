@@ -57,14 +57,17 @@ class Layout:
         """Whether much of the reused tokens stands in entries that are alike.
 
         Such entries differ in a name or a number: what stands between comes again and again, in
-        runs of `_TELLING` bits or more. What comes in a run twelve times as long is a copy of a
-        text, and what comes twice the overlap of two chunks.
+        runs of `_TELLING` bits or more. Keys and numbers are alike by themselves: they are spelled
+        with few tokens. What comes in a run twelve times as long is a copy of a text, and what
+        comes twice the overlap of two chunks.
         """
         ids = self.ids[self.reused[: len(self.ids)]]
         shares = torch.unique(ids, return_counts=True)[1] / max(1, len(ids))
         bits = float(torch.special.entr(shares).sum()) / math.log(2)
         length = math.ceil(_TELLING / max(bits, 1e-3))
-        alike = _again(ids, length, 3) & ~_again(ids, 12 * length, 2)
+        once = ~_again(ids, 12 * length, 2)
+        is_spelled = _SPELLED[0] < bits < _SPELLED[1]
+        alike = once if is_spelled else once & _again(ids, length, 3)
         return int(alike.sum()) > _MUCH * len(ids)
 
     @property
@@ -76,6 +79,9 @@ class Layout:
 
 # Bits of a run that does not come thrice by chance: some 4 tokens, more where a tokenizer spells.
 _TELLING = 30
+# Bits of a token in tables of keys or numbers; digits have 3.3, made entries 5.2 to 6.8, prose and
+# code from 7 on, and so have texts of a few hundred tokens.
+_SPELLED = (3.0, 5.0)
 # Of made entries, price lists and logs .4 to .9 of the tokens are alike, of code mostly .1 to .35,
 # of prose up to .3 (docs/experiments.md).
 _MUCH = 0.35
