@@ -30,7 +30,6 @@ Json = Mapping[str, Any]
 _CLOSED_MAPS = {"$defs", "definitions", "properties"}
 _SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
 _BRANCHES = {"anyOf", "oneOf"}
-_CONDITIONS = {"if", "then", "else", "not"}
 # Each says something of an object, and beside another one not all.
 _SAYING = _BRANCHES | {"$ref", "if", "patternProperties", "properties"}
 # As most templates write JSON. White space of any length would be a loop that small models do not
@@ -169,8 +168,6 @@ def _closed(schema: Any, *, is_part: bool = False) -> Any:
     is_joined = is_part or len(says) > 1 or bool("required" in schema and says - {"properties"})
     if is_joined and "$ref" in schema:
         raise _JointError
-    for name in _CONDITIONS & schema.keys():
-        _closed(schema[name], is_part=True)  # for the references in it
     found = dict(schema)
     for name in _CLOSED_MAPS & schema.keys():
         if isinstance(schema[name], Mapping):

@@ -397,7 +397,7 @@ def test_an_object_that_several_parts_describe_stays_open(engine, schema, takes)
 
 def test_a_schema_in_which_a_part_of_an_object_is_a_reference_stays_open():
     joint = {"$ref": "#/$defs/a", "properties": {"y": {}}}
-    for whole in (joint, {"items": joint}, {"not": {"anyOf": [joint]}}):
+    for whole in (joint, {"items": joint}):
         schema = {"$defs": {"a": BASE, "b": BASE}} | whole
         assert grammars.closed(schema) == schema
 
