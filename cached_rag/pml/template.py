@@ -112,6 +112,8 @@ class PromptFunction:
         name: the function's name, and the schema's.
         program: the function as it was read.
         schema: all that the function may yield.
+        variables: names of the parameters that have no default.
+        optional: names of those that have one.
     """
 
     def __init__(
@@ -126,6 +128,11 @@ class PromptFunction:
         self.name = self.program.name
         update_wrapper(self, function)
         self.schema = Schema.from_program(self.program, layout, behind)
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        every = inspect.signature(function).parameters.values()
+        named = [one for one in every if one.kind not in kinds]
+        self.variables = tuple(one.name for one in named if one.default is one.empty)
+        self.optional = tuple(one.name for one in named if one.default is not one.empty)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> SchemaPrompt:
         """The prompt for these arguments.
@@ -135,21 +142,6 @@ class PromptFunction:
         """
         said = self.program.call(*args, **kwargs)
         return self.schema.prompt(*said.parts, **said.arguments)
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the parameters that have no default."""
-        return tuple(p.name for p in self._parameters if p.default is p.empty)
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """Names of the parameters that have a default."""
-        return tuple(p.name for p in self._parameters if p.default is not p.empty)
-
-    @property
-    def _parameters(self) -> list[inspect.Parameter]:
-        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        return [p for p in inspect.signature(self).parameters.values() if p.kind not in kinds]
 
     def fill(self, /, **values: object) -> SchemaPrompt:
         """As a call with keyword arguments."""

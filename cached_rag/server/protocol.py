@@ -75,7 +75,8 @@ Stop = Annotated[Text, Field(max_length=1000)]
 class TextPart(Strict):
     """A piece of a message's content."""
 
-    _ignored = ("cache_control",)  # where Anthropic's cache should end; ours finds that by itself
+    # Where Anthropic's cache should end, as ours finds that by itself; what our Responses have.
+    _ignored = ("cache_control", "annotations", "logprobs")
 
     type: Literal["text"]
     text: Text

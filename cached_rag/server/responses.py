@@ -16,9 +16,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.server.forms import Json, Strict
 from cached_rag.server.protocol import WITHOUT_EFFECT, Basics, ChatRequest, Chunks, Score
 
-# Fields of a part that no prompt has.
-_UNREAD = ("annotations", "logprobs")
-_KEEPS_NONE = "this server keeps no responses (send whole conversations as input) and cannot do"
+_KEEPS_NONE = "this server keeps no responses (send whole conversations as input) and does not take"
 # Settings that the response has as they were asked for.
 _TOLD = ("instructions", "max_output_tokens", "temperature", "top_p")
 # Settings that chat completions have under the same name.
@@ -119,7 +117,7 @@ def _text(content: Any) -> Any:
     parts = [part if isinstance(part, dict) else {"type": part} for part in content]
     return [
         part | {"type": "text"} if part.get("type") in ("input_text", "output_text") else part
-        for part in ({k: v for k, v in one.items() if k not in _UNREAD} for one in parts)
+        for part in parts
     ]
 
 

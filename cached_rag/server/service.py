@@ -106,10 +106,7 @@ class Service:
                     fitting = self._fitting(request, prompt, config)
                     numbered = (_nth(fitting, n) for n in range(count))
                     streams += [engine.stream(prompt, one, tenant=tenant) for one in numbered]
-            fingerprint = f"fp_{self.engine.model.fingerprint[:10]}"
-            envelope = Envelope(
-                request.model, fingerprint, is_chat, engine.tokenization, count, found
-            )
+            envelope = Envelope(request.model, is_chat, engine.tokenization, count, found)
             options = request.stream_options
             counts = bool(options and options.include_usage)
             asked = Asked(streams, tools, envelope, counts, lease.pop_all())

@@ -174,7 +174,8 @@ def test_log_probabilities(client):
     ]
     assert [one.token for one in streamed] == [one.token for one in content]
     assert client.chat.completions.create(**ASK).choices[0].logprobs is None
-    older = client.completions.create(model=NAME, prompt="x", max_tokens=3, logprobs=1)
+    asked = {"model": NAME, "prompt": "x", "max_tokens": 3, "temperature": 0}
+    older = client.completions.create(**asked, logprobs=1)
     assert len(older.choices[0].logprobs.tokens) == older.usage.completion_tokens
 
 
