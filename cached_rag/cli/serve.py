@@ -82,7 +82,6 @@ def serve_command(
             if folder is not None:
                 gib = how["disk_bytes"] / 2**30
                 err.print(f"at most {gib:.1f} GiB of KV on disk (--disk-bytes)")
-            said = f"serving {service.name} at {address}/v1"
-            err.print(said, soft_wrap=True)
+            err.print(f"serving {service.name} at {address}/v1")
 
         serve(service, config, bound, say, close, connections)
