@@ -15,8 +15,6 @@ from cached_rag.cli.terminal import Json, err, out
 from cached_rag.errors import CachedRAGError
 from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
 
-# What full prefill has not.
-_OF_METHODS = ("method", "quality", "recompute_ratio")
 # For the one question there is; and full prefill, to compare it with, must not find what it left.
 _ONCE = options.opening(sequence_bytes=0)
 _Compare = Annotated[
@@ -50,7 +48,7 @@ def ask_command(
 
 def plainly(asked: options.Given) -> options.Given:
     """The same with full prefill, which has no options."""
-    return {n: v for n, v in asked.items() if n not in _OF_METHODS} | {"method": "full"}
+    return {n: v for n, v in asked.items() if n not in options.OF_METHODS} | {"method": "full"}
 
 
 def explain_command(

@@ -17,7 +17,6 @@ import typer
 
 from cached_rag import __version__
 from cached_rag.cli import ask, bench, documents, schema, serve, store
-from cached_rag.cli import eval as evaluating
 from cached_rag.cli.options import FILE, SettingsCommand, with_settings
 from cached_rag.cli.terminal import err, out
 from cached_rag.errors import CachedRAGError, ConfigError
@@ -49,7 +48,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": bench.demo_command,
     "doctor": bench.doctor_command,
     "bench": bench.bench_command,
-    "eval": evaluating.evaluate_command,
+    "eval": bench.evaluate_command,
     "serve": serve.serve_command,
 }
 for _name, _command in _COMMANDS.items():

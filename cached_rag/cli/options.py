@@ -151,7 +151,7 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 
 # Which method it is: what is given of these says all of it.
-_OF_METHODS = {"method", "quality", "recompute_ratio"}
+OF_METHODS = ("method", "quality", "recompute_ratio")
 
 
 class SettingsCommand(TyperCommand):
@@ -173,7 +173,9 @@ class SettingsCommand(TyperCommand):
                 one.hidden = False  # type: ignore[attr-defined]
             args = ["--help"]
         left: list[str] = super().parse_args(ctx, args)
-        sources = {name: ctx.get_parameter_source(name) for name in _OF_METHODS & set(ctx.params)}
+        sources = {
+            name: ctx.get_parameter_source(name) for name in OF_METHODS if name in ctx.params
+        }
         given = {name for name, source in sources.items() if source.name == "COMMANDLINE"}
         if given - {"recompute_ratio"}:
             ctx.params.update(dict.fromkeys(sources.keys() - given))

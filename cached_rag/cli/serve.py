@@ -16,9 +16,7 @@ from cached_rag.options import parted
 from cached_rag.server import ServerConfig
 
 _LISTENING = options.OptionsOf(shown=("host", "port", "name", "api_key"))
-_USUAL = options.OptionsOf(
-    shown=("method", "quality"), only=("method", "quality", "recompute_ratio")
-)
+_USUAL = options.OptionsOf(shown=("method", "quality"), only=options.OF_METHODS)
 _ENGINE = options.OptionsOf(
     (ModelConfig, StoreConfig, BatchConfig),
     shown=(
@@ -62,7 +60,7 @@ def serve_command(
         raise ConfigError("give --index or --store: an index has its own store")
     if index is not None:
         options.require_index(index)
-    share = share_descriptors(config.max_connections)
+    connections, spaces = share_descriptors(config.max_connections)
     how = options.signed({"finish_seconds": config.drain_seconds} | how)
     folder = store if index is None else index / "kv"
     if folder is not None:
@@ -78,13 +76,12 @@ def serve_command(
                 model or DEFAULT_MODEL, store=settings, batch=BatchConfig(**batch), **loading
             )
             served, close = None, engine.close
-        service = Service(engine, config.name, usual, share.spaces, served)
+        service = Service(engine, config.name, usual, spaces, served)
 
         def say(address: str) -> None:
             if folder is not None:
                 gib = how["disk_bytes"] / 2**30
                 err.print(f"at most {gib:.1f} GiB of KV on disk (--disk-bytes)")
-            said = f"serving {service.name} at {address}/v1"
-            err.print(said, soft_wrap=True)
+            err.print(f"serving {service.name} at {address}/v1")
 
-        serve(service, config, bound, say, close, share.connections)
+        serve(service, config, bound, say, close, connections)

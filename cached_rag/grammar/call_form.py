@@ -249,9 +249,7 @@ def _split(text: str, arguments: Mapping[str, Any]) -> list[str]:
     """The pieces of a text around a call's name, and the names and values of its arguments."""
     parts = []
     for mark in (_NAME, *(str(one) for pair in arguments.items() for one in pair)):
-        part, found, text = text.partition(mark)
-        if not found:
-            raise ValueError(_UNKNOWN)
+        part, text = text.split(mark, 1)  # a ValueError where there is none
         parts.append(part)
     if _NAME in parts[1]:  # it is written twice
         raise ValueError(_UNKNOWN)
@@ -260,10 +258,8 @@ def _split(text: str, arguments: Mapping[str, Any]) -> list[str]:
 
 def _around_json(text: str, arguments: Mapping[str, Any]) -> tuple[str, str, str]:
     """The pieces of a text before a call's name, between it and its arguments, and behind them."""
-    name, key = text.find(_NAME), text.find(json.dumps(_KEYS[0]))
-    begin = text.rfind("{", 0, key)
-    if not 0 <= name < begin:
-        raise ValueError(_UNKNOWN)
+    name, key = text.index(_NAME), text.index(json.dumps(_KEYS[0]))
+    begin = text.rindex("{", name, key)  # a ValueError where there is none
     found, end = json.JSONDecoder().raw_decode(text, begin)
     if found != arguments:
         raise ValueError(_UNKNOWN)

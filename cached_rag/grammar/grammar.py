@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     import torch
 
 Json = Mapping[str, Any]
-_DEFINITIONS = {"$defs", "definitions"}
 # Where a schema has others: by name, and by themselves or in lists.
-_CLOSED_MAPS = _DEFINITIONS | {"properties"}
+_CLOSED_MAPS = {"$defs", "definitions", "properties"}
 _SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
 _BRANCHES = {"anyOf", "oneOf"}
-_CONDITIONS = {"if", "then", "else", "not"}
 # Each says something of an object, and beside another one not all.
 _SAYING = _BRANCHES | {"$ref", "if", "patternProperties", "properties"}
 # As most templates write JSON. White space of any length would be a loop that small models do not
@@ -142,63 +140,43 @@ def overlap(text: str, other: str) -> int:
     return 0
 
 
+class _JointError(Exception):
+    """What a reference stands for says of an object only a part of what it has."""
+
+
 def closed(schema: Json) -> Json:
     """The schema, in which objects whose properties are listed have no others, unless it says so.
 
     Left as they are: objects of which several parts of the schema say together what they have, such
-    as branches beside `properties`, or a reference and more; those parts; and objects that require
-    more than is listed.
+    as branches beside `properties`; those parts; and objects that require more than is listed. If
+    one of those parts is a reference, all of the schema is left as it is.
     """
-    named = {"#": schema}
-    for name in _DEFINITIONS & schema.keys():
-        if isinstance(schema[name], Mapping):
-            named |= {f"#/{name}/{key}": one for key, one in schema[name].items()}
-    closing, read = _Closing(), set[str]()
-    closing.closed(schema)
-    while new := closing.parts - read:  # a part may refer to others
-        read |= new
-        for part in new & named.keys():
-            closing.closed(named[part], is_part=True)
-    if not closing.parts <= named.keys():
+    try:
+        found: Json = _closed(schema)
+    except _JointError:
         return schema
-    found: Json = closing.closed(schema, is_part="#" in closing.parts)
     return found
 
 
-class _Closing:
-    """Closes one schema.
-
-    Attributes:
-        parts: references to what says of an object only a part of what it has.
-    """
-
-    def __init__(self) -> None:
-        self.parts: set[str] = set()
-
-    def closed(self, schema: Any, *, is_part: bool = False) -> Any:
-        """A schema, or several, closed but for the object of which it is a part."""
-        if isinstance(schema, list):
-            return [self.closed(one, is_part=is_part) for one in schema]
-        if not isinstance(schema, Mapping):
-            return schema
-        says = _SAYING & schema.keys()
-        is_joined = is_part or len(says) > 1 or bool("required" in schema and says - {"properties"})
-        if is_joined and isinstance(schema.get("$ref"), str):
-            self.parts.add(schema["$ref"])
-        for name in _CONDITIONS & schema.keys():
-            self.closed(schema[name], is_part=True)  # for the references in it
-        found = dict(schema)
-        for name in _CLOSED_MAPS & schema.keys():
-            if isinstance(schema[name], Mapping):
-                found[name] = {
-                    key: self.closed(one, is_part=f"#/{name}/{key}" in self.parts)
-                    for key, one in schema[name].items()
-                }
-        for name in _SCHEMAS & schema.keys():
-            found[name] = self.closed(schema[name], is_part=is_joined and name in _BRANCHES)
-        if not is_joined and _lists_all(schema):
-            found.setdefault("additionalProperties", False)
-        return found
+def _closed(schema: Any, *, is_part: bool = False) -> Any:
+    """A schema, or several, closed but for the object of which it is a part."""
+    if isinstance(schema, list):
+        return [_closed(one, is_part=is_part) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    says = _SAYING & schema.keys()
+    is_joined = is_part or len(says) > 1 or bool("required" in schema and says - {"properties"})
+    if is_joined and "$ref" in schema:
+        raise _JointError
+    found = dict(schema)
+    for name in _CLOSED_MAPS & schema.keys():
+        if isinstance(schema[name], Mapping):
+            found[name] = {key: _closed(one) for key, one in schema[name].items()}
+    for name in _SCHEMAS & schema.keys():
+        found[name] = _closed(schema[name], is_part=is_joined and name in _BRANCHES)
+    if not is_joined and _lists_all(schema):
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 def _lists_all(schema: Json) -> bool:
@@ -217,10 +195,8 @@ def prepared(schema: Json) -> Json:
             a value or a name in it is too long.
     """
     has_all_of = '"allOf"' in json.dumps(schema)
-    own = schema.get("x-guidance")
-    layout = _LAYOUT | (dict(own) if isinstance(own, Mapping) else {})
     found = _Simplifier().simplified(schema)
-    return {**(found if has_all_of else closed(found)), "x-guidance": layout}
+    return {**(found if has_all_of else closed(found)), "x-guidance": _LAYOUT}
 
 
 class _Simplifier:

@@ -23,7 +23,7 @@ from tokenizers.decoders import ByteLevel
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import ConfigError, PMLError
-from cached_rag.pml.nodes import Mark, Node, Param, Path, SchemaNode, Text, Union
+from cached_rag.pml.nodes import Mark, Message, Node, Param, Path, SchemaNode, Text, Union
 from cached_rag.pml.prompt import Argument, Bit
 
 Ids = tuple[int, ...]
@@ -255,7 +255,8 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> SchemaLayout:
     unknown = _unknown(tokenization)
     begin, around, said = None, [], []
     if schema.is_chat:
-        said = frames(tokenization, [m.role for m in schema.messages], open_answer=False)
+        roles = [child.role for child in schema.children if isinstance(child, Message)]
+        said = frames(tokenization, roles, open_answer=False)
         ids = [_frame_ids(tokenization, text, is_first=not i) for i, text in enumerate(said)]
         following = iter(ids)
         setter = _Setter(tokenization, unknown, lambda _, begins: next(following) if begins else ())

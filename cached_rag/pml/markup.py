@@ -59,18 +59,7 @@ def parse_markup(source: str, file: str | None = None) -> Element:
     """
     if not isinstance(source, str):
         raise PMLError(f"PML is a string, or in a file (`from_file`), not {source!r}", file=file)
-    try:
-        encoded = source.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise PMLError(f"half a character: {error}", Where(1, 1), file) from error
-    builder = _Builder(file)
-    try:
-        return builder.build(encoded)
-    except ExpatError as error:
-        where, message = Where(error.lineno, error.offset + 1), ErrorString(error.code)
-        if message in _UNCLOSED and (unclosed := builder.innermost).tag:
-            message += f": <{unclosed.tag}> of line {unclosed.where.line} is open"
-        raise PMLError(_explained(message, source, where), where, file) from error
+    return _Builder(file).build(source)
 
 
 def _explained(message: str, source: str, where: Where) -> str:
@@ -101,13 +90,16 @@ class _Builder:
         self._parser.StartCdataSectionHandler = lambda: self._set_code(True)
         self._parser.EndCdataSectionHandler = lambda: self._set_code(False)
 
-    @property
-    def innermost(self) -> Element:
-        """The element that was begun last and has not ended; one without a tag for none."""
-        return self._open[-1]
-
-    def build(self, encoded: bytes) -> Element:
-        self._parser.Parse(encoded, True)
+    def build(self, source: str) -> Element:
+        try:
+            self._parser.Parse(source.encode("utf-8"), True)
+        except UnicodeEncodeError as error:
+            raise PMLError(f"half a character: {error}", Where(1, 1), self._file) from error
+        except ExpatError as error:
+            where, message = Where(error.lineno, error.offset + 1), ErrorString(error.code)
+            if message in _UNCLOSED and (unclosed := self._open[-1]).tag:
+                message += f": <{unclosed.tag}> of line {unclosed.where.line} is open"
+            raise PMLError(_explained(message, source, where), where, self._file) from error
         (root,) = self._open[0].content
         assert isinstance(root, Element)
         return root

@@ -141,12 +141,6 @@ class SchemaNode:
     is_chat: bool
 
     @property
-    def messages(self) -> tuple[Message, ...]:
-        """The messages of a chat; empty for a schema that is none."""
-        turns = self.children if self.is_chat else ()
-        return tuple(child for child in turns if isinstance(child, Message))
-
-    @property
     def has_messages(self) -> bool:
         """Whether the schema has any message, inside or outside of modules."""
         return any(isinstance(node, Message) for node in walk(self.children))

@@ -228,27 +228,24 @@ class Reader:
 
     def _text(self, node: ast.Yield) -> Read:
         value = node.value
-        if isinstance(value, ast.JoinedStr):
-            said = [self._part(part) for part in value.values]
-        elif isinstance(value, ast.Name):
-            said = [self._part(ast.FormattedValue(value, -1))]
-        elif isinstance(value, ast.Constant) and isinstance(value.value, str):
-            said = [self._part(value)]
-        else:
-            raise self._fail(
-                "yield a string or an f-string; what changes goes into parameters marked with "
-                "MaxTokens",
-                node,
-            )
+        parts = value.values if isinstance(value, ast.JoinedStr) else [value]
+        said = [self._part(part, node) for part in parts]
         names = [part.attributes["name"] for part in said if isinstance(part, Element)]
         keys: list[ast.expr | None] = [ast.Constant(name) for name in names]
         given = ast.Dict(keys, [ast.Name(name, ast.Load()) for name in names])
         return said, [_say(given)] if names else []
 
-    def _part(self, part: ast.expr) -> Element | Chars:
-        if isinstance(part, ast.Constant):
-            return Chars(str(part.value), _where_of(part))
-        assert isinstance(part, ast.FormattedValue)
+    def _part(self, part: ast.expr | None, node: ast.Yield) -> Element | Chars:
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            return Chars(part.value, _where_of(part))
+        if isinstance(part, ast.Name):
+            part = ast.FormattedValue(part, -1)
+        if not isinstance(part, ast.FormattedValue):
+            raise self._fail(
+                "yield a string or an f-string; what changes goes into parameters marked with "
+                "MaxTokens",
+                node,
+            )
         name = part.value.id if isinstance(part.value, ast.Name) else ""
         if name in self.lengths:
             if part.conversion != -1 or part.format_spec is not None:

@@ -107,11 +107,11 @@ class Schema:
         return replace(found, layout=layout or found.layout, behind=behind or found.behind)
 
     @classmethod
-    def from_program(cls, program: Program) -> Schema:
+    def from_program(cls, program: Program, layout: str = "auto", behind: str = "schema") -> Schema:
         """As `from_function`, of one that was read."""
         root = program.element("schema", program.name, program.where)
         node = parse_schema(root, program.file)
-        return cls(node, digest(repr(node)), file=program.file)
+        return cls(node, digest(repr(node)), layout, behind, program.file)
 
     @property
     def name(self) -> str:

@@ -6,11 +6,11 @@ Values are put in after a prompt is parsed, so they are text and cannot become P
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import update_wrapper
+from string import Formatter
 from typing import Any, ClassVar
 
 from cached_rag.errors import PMLError
@@ -19,18 +19,19 @@ from cached_rag.pml.program import read_function
 from cached_rag.pml.prompt import Import, Part, Said
 from cached_rag.pml.schema import Schema, SchemaPrompt
 
-# What braces may be: doubled, around a variable, or alone, which is a mistake.
-_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
-_NOWHERE = Where()
-
 
 @dataclass(frozen=True)
 class SchemaTemplate:
-    """A prompt with `{variables}` in its texts and arguments; braces are written `{{` and `}}`."""
+    """A prompt with `{variables}` in its texts and arguments; braces are written `{{` and `}}`.
+
+    Attributes:
+        variables: their names, in order of appearance.
+    """
 
     schema: Schema
     parts: tuple[Part, ...]
     arguments: Mapping[str, str]
+    variables: tuple[str, ...]
     optional: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -41,18 +42,10 @@ class SchemaTemplate:
             PMLError: it is not valid, or of another schema.
         """
         prompt = schema.prompt_from_string(source)
-        check_names(parse_markup(source))  # here, where places are known
-        found = cls(schema, prompt.parts, prompt.arguments)
-        found.fill(
-            **dict.fromkeys(found.variables, "")
-        )  # finds mistakes now, not at the first call
+        names = dict.fromkeys(_names(parse_markup(source)), "")  # here, where places are known
+        found = cls(schema, prompt.parts, prompt.arguments, tuple(names))
+        found.fill(**names)  # finds mistakes now, not at the first call
         return found
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the variables, in order of appearance."""
-        texts = [*self.arguments.values(), *_texts(self.parts)]
-        return tuple(dict.fromkeys(name for text in texts for name in names(text)))
 
     def fill(self, /, **values: object) -> SchemaPrompt:
         """The prompt for these values.
@@ -65,15 +58,6 @@ class SchemaTemplate:
                 raise PMLError(f"no value for {{{name}}}{nearest(name, values)}")
         arguments = {name: text.format(**values) for name, text in self.arguments.items()}
         return self.schema.prompt(*_filled(self.parts, values), **arguments)
-
-
-def _texts(parts: Sequence[Part]) -> Iterator[str]:
-    for part in parts:
-        if isinstance(part, Import):
-            yield from part.arguments.values()
-            yield from _texts(part.parts)
-        else:
-            yield part.text if isinstance(part, Said) else part
 
 
 def _filled(parts: Sequence[Part], values: Mapping[str, object]) -> list[Part]:
@@ -92,53 +76,33 @@ def _fill(part: Part, values: Mapping[str, object]) -> Part:
     return Import(part.name, *inside, **arguments).at(part.where)  # type: ignore[arg-type]
 
 
-def names(text: str, where: Where = _NOWHERE) -> Iterator[str]:
-    """The names of a text's variables, in order.
-
-    Args:
-        where: the text's beginning, for errors.
+def _names(element: Element) -> Iterator[str]:
+    """The names of variables in an element's attributes and texts, in order.
 
     Raises:
-        PMLError: a brace alone, or a field that is more than a name.
-    """
-    for brace in _BRACES.finditer(text):
-        name = brace[1]
-        if brace[0] in ("{{", "}}"):
-            continue
-        if name is None:
-            why = f"braces in {text!r}: one stands alone; write {{{{ and }}}} for braces"
-        elif not name.isidentifier():
-            why = f"{brace[0]} is no variable; variables are names, and braces are {{{{ and }}}}"
-        else:
-            yield name
-            continue
-        raise PMLError(why, _within(text, brace.start(), where))
-
-
-def check_names(element: Element) -> None:
-    """See that the braces in an element's attributes and texts are variables.
-
-    Raises:
-        PMLError: they are not; it names the place. Behind `&lt;` and the like, which are shorter
-            when they are read, the column is a smaller one.
+        PMLError: a brace alone, or a field that is more than a name; it names the place where the
+            text or element begins.
     """
     for value in element.attributes.values():
-        list(names(value, element.where))
+        yield from _names_in(value, element.where)
     for part in element.content:
-        if isinstance(part, Element):
-            check_names(part)
-        else:
-            list(names(part.text, part.where))
+        inside = _names(part) if isinstance(part, Element) else _names_in(part.text, part.where)
+        yield from inside
 
 
-def _within(text: str, at: int, where: Where) -> Where:
-    """The place of a text's character, if the text begins `where`."""
-    if not where.line:
-        return where
-    before = text[:at]
-    lines = before.count("\n")
-    column = at - before.rfind("\n") if lines else where.column + at
-    return Where(where.line + lines, column)
+def _names_in(text: str, where: Where) -> Iterator[str]:
+    try:
+        found = list(Formatter().parse(text))
+    except ValueError as error:
+        why = f"braces in {text!r}: {error}; write {{{{ and }}}} for braces"
+        raise PMLError(why, where) from error
+    for _, name, form, conversion in found:
+        if name is None:
+            continue
+        if form or conversion or not name.isidentifier():
+            why = f"a field that is no variable in {text!r}; variables are names, and braces are "
+            raise PMLError(why + "{{ and }}", where)
+        yield name
 
 
 class PromptFunction:
@@ -148,6 +112,8 @@ class PromptFunction:
         name: the function's name, and the schema's.
         program: the function as it was read.
         schema: all that the function may yield.
+        variables: names of the parameters that have no default.
+        optional: names of those that have one.
     """
 
     def __init__(
@@ -161,8 +127,12 @@ class PromptFunction:
         self.program = read_function(function)
         self.name = self.program.name
         update_wrapper(self, function)
-        found = Schema.from_program(self.program)
-        self.schema = replace(found, layout=layout, behind=behind)
+        self.schema = Schema.from_program(self.program, layout, behind)
+        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        every = inspect.signature(function).parameters.values()
+        named = [one for one in every if one.kind not in kinds]
+        self.variables = tuple(one.name for one in named if one.default is one.empty)
+        self.optional = tuple(one.name for one in named if one.default is not one.empty)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> SchemaPrompt:
         """The prompt for these arguments.
@@ -172,21 +142,6 @@ class PromptFunction:
         """
         said = self.program.call(*args, **kwargs)
         return self.schema.prompt(*said.parts, **said.arguments)
-
-    @property
-    def variables(self) -> tuple[str, ...]:
-        """Names of the parameters that have no default."""
-        return tuple(p.name for p in self._parameters if p.default is p.empty)
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """Names of the parameters that have a default."""
-        return tuple(p.name for p in self._parameters if p.default is not p.empty)
-
-    @property
-    def _parameters(self) -> list[inspect.Parameter]:
-        kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        return [p for p in inspect.signature(self).parameters.values() if p.kind not in kinds]
 
     def fill(self, /, **values: object) -> SchemaPrompt:
         """As a call with keyword arguments."""
@@ -233,16 +188,5 @@ def prompt_function(
     return PromptFunction(function, layout, behind)
 
 
-def system() -> AbstractContextManager[None]:
-    """`with system():` in a prompt function: the text yielded inside is the system message."""
-    return nullcontext()
-
-
-def user() -> AbstractContextManager[None]:
-    """As `system`, for the user's message."""
-    return nullcontext()
-
-
-def assistant() -> AbstractContextManager[None]:
-    """As `system`, for an earlier answer of the assistant."""
-    return nullcontext()
+# `with user():` in a prompt function: the text yielded inside is a message of that role.
+system = user = assistant = nullcontext

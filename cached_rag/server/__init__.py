@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from dataclasses import dataclass
 
-from cached_rag.options import check_types, require
+from cached_rag.options import check_range, check_types, require
 
 # As browsers write it: a scheme and a host, with nothing behind; "null" is a page in a file.
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", re.IGNORECASE)
@@ -52,9 +53,8 @@ class ServerConfig:
             f"anybody who reaches {self.host or 'this machine'} could ask and delete; give "
             "--api-key, or --no-keys if that is meant",
         )
-        for name in ("max_body_bytes", "max_connections", "client_seconds"):
-            require(getattr(self, name) >= 1, f"{name} is at least 1, not {getattr(self, name)}")
-        require(self.drain_seconds >= 0, f"drain_seconds is negative: {self.drain_seconds}")
+        check_range(self, 1, math.inf, "max_body_bytes", "max_connections", "client_seconds")
+        check_range(self, 0, math.inf, "drain_seconds")
         for host in self.allowed_host:
             require(
                 bool(host) and "/" not in host,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -98,6 +98,14 @@ async def _asking(request: Request) -> str:
 
 
 Tenant = Annotated[str, Depends(_asking)]
+
+
+async def _without_tenant(tenant: Tenant) -> None:
+    """Refuses tenants: nothing is theirs of the index, and counts are of all of them."""
+    if tenant:
+        raise HTTPException(403, "this is for keys of no tenant; ask with one of these")
+
+
 # Makes events of an answer's chunks.
 Told = Callable[[AsyncIterator[Json]], AsyncIterator[str]]
 
@@ -110,7 +118,11 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         told: Told = _chunks,
         whole: Callable[[Json], Json] = lambda found: found,
     ) -> Response:
-        _check_model(service, body.model, tenant, may_be_index=isinstance(body, ChatRequest))
+        names = [service.name]
+        if isinstance(body, ChatRequest):  # an index completes no text
+            known = _models(service, tenant).items()
+            names = [name for name, facts in known if "max_model_len" in facts]
+        _check_model(body.model, names)
         asked = await asyncio.to_thread(service.ask, body, tenant)
         if body.stream:
             return await _streamed(request, service, asked, told)
@@ -133,25 +145,23 @@ def _add_answers(app: FastAPI, service: Service) -> None:
         return await answer(request, body.chat(), tenant, reply.events, reply.whole)
 
 
-def _names(service: Service, tenant: str) -> tuple[list[str], list[str]]:
-    """Of models that answer, and that embed; to a tenant, nothing is the index's."""
-    if tenant or service.index is None:
-        return [service.name], []
-    return [service.name, service.index.name], [service.index.embedding]
+def _models(service: Service, tenant: str) -> dict[str, Json]:
+    """The models by name, in OpenAI's form; to a tenant, nothing is the index's.
+
+    Those that answer have their context's length, as vLLM's servers tell it.
+    """
+    answering = {"max_model_len": service.engine.model.context_length}
+    known: dict[str, Json] = {service.name: answering}
+    if service.index is not None and not tenant:
+        known |= {service.index.name: answering, service.index.embedding: {}}
+    facts = {"object": "model", "created": 0, "owned_by": "cached-rag"}
+    return {name: {"id": name, **facts, **more} for name, more in known.items()}
 
 
-def _check_model(
-    service: Service, name: str, tenant: str = "", *, may_be_index: bool = True
-) -> None:
-    answering, embedding = _names(service, tenant)
-    names = answering if may_be_index else [service.name]
+def _check_model(name: str, names: Collection[str]) -> None:
     if name not in names:
         known = " or ".join(map(repr, names))
-        if name in embedding:
-            raise NoSuchModelError(
-                f"the model {name!r} answers nothing, it embeds (POST /v1/embeddings); ask {known}"
-            )
-        raise NoSuchModelError(f"no model {name!r} here; it is {known}")
+        raise NoSuchModelError(f"no model {name!r} does this here; it is {known}")
 
 
 async def _chunks(chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
@@ -207,46 +217,28 @@ def _add_documents(app: FastAPI, documents: Documents) -> None:
         return await documents.forget(body, tenant)  # to its end, whether the client waits or not
 
 
-async def _owning(tenant: Tenant) -> None:
-    """To a tenant, nothing is the index's; it is not told whether there is one."""
-    if tenant:
-        raise HTTPException(403, "embeddings are for keys of no tenant; ask with one of these")
-
-
 def _add_embeddings(app: FastAPI, index: ServedIndex | None) -> None:
-    @app.post("/v1/embeddings", dependencies=[Depends(_owning)])
+    @app.post("/v1/embeddings", dependencies=[Depends(_without_tenant)])
     async def embed(request: Request, body: EmbeddingsRequest) -> Response:
         """OpenAI's embeddings, by the index's embedding model."""
         if index is None:
             raise HTTPException(404, "no embeddings here; start the server with serve --index")
-        if body.model not in (index.embedding, index.name):
-            known = index.embedding
-            raise NoSuchModelError(f"no model {body.model!r} embeds here; it is {known!r}")
+        _check_model(body.model, (index.embedding, index.name))
         return JSONResponse(await _while_waited_for(request, index.embed(body)))
-
-
-def _about(service: Service, name: str) -> dict[str, Any]:
-    """A model in OpenAI's form; one that answers with its context's length, as vLLM's servers."""
-    facts = {"id": name, "object": "model", "created": 0, "owned_by": "cached-rag"}
-    if service.index is not None and name == service.index.embedding:
-        return facts
-    return facts | {"max_model_len": service.engine.model.context_length}
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models(tenant: Tenant) -> dict[str, Any]:
         """The model; if there is an index, this under its own name, and its embedding model."""
-        answering, embedding = _names(service, tenant)
-        data = [_about(service, name) for name in (*answering, *embedding)]
-        return {"object": "list", "data": data}
+        return {"object": "list", "data": [*_models(service, tenant).values()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, tenant: Tenant) -> dict[str, Any]:
         """A model by name."""
-        if name not in _names(service, tenant)[1]:
-            _check_model(service, name, tenant)
-        return _about(service, name)
+        known = _models(service, tenant)
+        _check_model(name, known)
+        return known[name]
 
     @app.get("/health")
     async def health(request: Request) -> Response:
@@ -260,9 +252,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
         }
         return JSONResponse(found, 503 if stopping else 200)
 
-    @app.get("/metrics")
-    async def metrics(tenant: Tenant) -> Response:
-        """Counts for Prometheus; they are of all tenants, so no tenant may see them."""
-        if tenant:
-            raise HTTPException(403, "metrics are of all tenants; ask with a key of no tenant")
+    @app.get("/metrics", dependencies=[Depends(_without_tenant)])
+    async def metrics() -> Response:
+        """Counts for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

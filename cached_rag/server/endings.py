@@ -14,7 +14,6 @@ import logging
 import math
 import re
 import uuid
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,16 +25,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cached_rag import errors
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Report
-from cached_rag.errors import (
-    BusyError,
-    ConfigError,
-    ContextOverflowError,
-    MissingPackageError,
-    RelocationError,
-    StoreFullError,
-)
 from cached_rag.server.forms import REFUSED, Json, failure
 
 _log = logging.getLogger(__name__)
@@ -70,26 +62,26 @@ class NoSuchModelError(HTTPException):
 def described(error: BaseException) -> tuple[int, Json]:
     """Status and body of the response to an error; what the client did not cause is logged."""
     if isinstance(error, RequestValidationError | ValidationError):
-        errors: Sequence[Any] = error.errors()
-        says = "; ".join(dict.fromkeys(map(_said, errors[:3])))
-        return 400, failure(says, "invalid_request_error", param=_field(errors[0]))
+        told = [_told(one) for one in error.errors()[:3]]
+        says = "; ".join(dict.fromkeys(sentence for sentence, _ in told))
+        return 400, failure(says, "invalid_request_error", param=told[0][1])
     if isinstance(error, NoSuchModelError):
         code = "model_not_found"
         return 404, failure(str(error.detail), "invalid_request_error", code, "model")
     if isinstance(error, HTTPException):
         kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
         return error.status_code, failure(str(error.detail), kind, _CODES.get(error.status_code))
-    if isinstance(error, ContextOverflowError):
+    if isinstance(error, errors.ContextOverflowError):
         return 400, failure(str(error), "invalid_request_error", "context_length_exceeded")
-    if isinstance(error, ConfigError | RelocationError):
+    if isinstance(error, errors.ConfigError | errors.RelocationError):
         return 400, failure(str(error), "invalid_request_error")
-    if isinstance(error, BusyError):
+    if isinstance(error, errors.BusyError):
         return 429, failure(str(error), "rate_limit_error", "busy")
-    if isinstance(error, MissingPackageError):
+    if isinstance(error, errors.MissingPackageError):
         return 501, failure(str(error), "server_error", "not_installed")
     name = uuid.uuid4().hex[:12]
     _log.error("error %s", name, exc_info=error)
-    if isinstance(error, StoreFullError):
+    if isinstance(error, errors.StoreFullError):
         says = f"no room is left for KV; what was encoded before is kept (error {name} in the log)"
         return 507, failure(says, "server_error", "store_full")
     return 500, failure(f"the server failed (error {name} in its log)", "server_error")
@@ -99,7 +91,7 @@ def response_to(error: BaseException) -> JSONResponse:
     """The whole response to an error."""
     status, content = described(error)
     headers = dict(getattr(error, "headers", None) or {})
-    if isinstance(error, BusyError):
+    if isinstance(error, errors.BusyError):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
     return JSONResponse(content, status, _AGAIN.get(status, {}) | headers)
 
@@ -109,34 +101,19 @@ async def failed(_: Request, error: Exception) -> JSONResponse:
     return response_to(error)
 
 
-def _said(error: dict[str, Any]) -> str:
-    """One of pydantic's errors, and where it is."""
-    kind, place = error["type"], tuple(error["loc"])
+def _told(error: Any) -> tuple[str, str | None]:
+    """What one of pydantic's errors says, and the field that it is about; None for the body."""
+    kind, place = error["type"], list(error["loc"])
     if kind == "json_invalid":
-        return f"{_SAYS[kind]} (at character {place[-1]}: {error['ctx']['error']})"
-    says: str = _SAYS.get(kind, error["msg"].removeprefix(_OURS))
-    where = _where(place, is_named=kind == "extra_forbidden")
-    return f"{where}: {says}" if where else says
-
-
-def _field(error: dict[str, Any]) -> str | None:
-    """The field that an error is about; None if it is about several, or the whole body."""
-    kind, place = error["type"], tuple(error["loc"])
-    if kind == "json_invalid":
-        return None
+        return f"{_SAYS[kind]} (at character {place[-1]}: {error['ctx']['error']})", None
+    made_up = [place.pop()] if kind == "extra_forbidden" else []  # by the client
     if kind == REFUSED:
-        place += (error["ctx"]["field"],)
-    return _where(place, is_named=kind in ("extra_forbidden", REFUSED)) or None
-
-
-def _where(place: tuple[Any, ...], *, is_named: bool) -> str:
-    """Where in a body; `is_named` says that the last part is a name that the client made up."""
-    made_up = place[-1:] if is_named else ()
-    ours = place[: len(place) - len(made_up)]
-    parts = [str(part) for part in ours if part != "body" and not _BRANCH.fullmatch(str(part))]
-    parts += map(str, made_up)
-    names = [part.encode(errors="backslashreplace").decode()[:_NAME] for part in parts]
-    return ".".join(names)
+        made_up = [error["ctx"]["field"]]
+    ours = [part for part in place if part != "body" and not _BRANCH.fullmatch(str(part))]
+    names = [str(part).encode(errors="backslashreplace") for part in (*ours, *made_up)]
+    where = ".".join(name.decode()[:_NAME] for name in names)
+    says: str = _SAYS.get(kind, error["msg"].removeprefix(_OURS))
+    return f"{where}: {says}" if where else says, where or None
 
 
 class Metrics:

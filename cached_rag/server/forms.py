@@ -52,8 +52,8 @@ class Strict(pydantic.BaseModel):
         kept = {name: value for name, value in data.items() if name not in cls._ignored}
         for name in [one for one in cls._neutral if one in kept and one not in cls.model_fields]:
             if (value := kept.pop(name)) not in cls._neutral[name]:
-                cannot = cls._refusals.get(name, "this server cannot do")
-                says = f"{cannot} {name}={reprlib.repr(value)}"
+                cannot = cls._refusals.get(name, "this server does not take")
+                says = f"{cannot} {reprlib.repr(value)}"
                 raise PydanticCustomError(REFUSED, "{says}", {"says": says, "field": name})
         return read(kept)
 
@@ -166,7 +166,6 @@ class Envelope:
 
     Attributes:
         model: the name by which clients know it.
-        fingerprint: tells models apart that have the same name.
         is_chat: whether it is a chat completion, else a completion.
         tokenization: spells tokens, where log probabilities are asked for.
         num_answers: to each prompt.
@@ -175,7 +174,6 @@ class Envelope:
     """
 
     model: str
-    fingerprint: str
     is_chat: bool
     tokenization: Tokenization
     num_answers: int = 1
@@ -285,7 +283,6 @@ class Envelope:
             "object": kind,
             "created": self.created,
             "model": self.model,
-            "system_fingerprint": self.fingerprint,
         }
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,47 +50,41 @@ class ServedIndex:
         # answers; and only one, as they are embedded one part after the other.
         self._thread = ThreadPoolExecutor(1, "embed")
 
-    def stream(
+    def streams(
         self,
         messages: Sequence[Message],
-        config: GenerationConfig,
+        configs: Sequence[GenerationConfig],
         wanted: Mapping[str, Any],
-    ) -> AnswerStream:
+        *,
+        may_be_shorter: bool,
+    ) -> list[AnswerStream]:
         """Answer the last message from the documents; those before it are the conversation.
 
         System messages are left out: the index has its own, which its chunks were encoded behind.
 
         Args:
+            configs: settings of each answer.
             wanted: which chunks, as settings of `Retrieval` by name.
+            may_be_shorter: where the conversation leaves too little room, answers have as much as
+                the context leaves behind a prompt with one chunk, the least that is asked with.
 
         Raises:
             ConfigError: the last message is no user's; or see `CachedRAG.stream`.
             ContextOverflowError: the conversation alone does not fit the model's context.
         """
         question, history = self._asked(messages)
-        return self._rag.stream(question, history=history, config=config, **wanted)
-
-    def shortened(
-        self,
-        messages: Sequence[Message],
-        config: GenerationConfig,
-        wanted: Mapping[str, Any],
-    ) -> GenerationConfig:
-        """The settings of a shorter answer, where the conversation leaves too little room.
-
-        It is what the context leaves behind a prompt with one chunk, the least that is asked with.
-
-        Raises:
-            ContextOverflowError: not even one token fits.
-        """
-        question, history = self._asked(messages)
-        least = config.replace(max_tokens=1)
-        wanted = {**wanted, "k": 1}
-        found = self._rag.stream(question, history=history, config=least, **wanted)
+        ask = partial(self._rag.stream, question, history=history)
+        try:
+            return [ask(config=config, **wanted) for config in configs]
+        except ContextOverflowError:
+            if not may_be_shorter:
+                raise
+        least = ask(config=configs[0].replace(max_tokens=1), **{**wanted, "k": 1})
+        prompt = self._prompt(question, [hit.text for hit in least.sources], history)
         engine = self._rag.engine
-        prompt = self._prompt(question, [hit.text for hit in found.sources], history)
         room = engine.model.context_length - engine.count_tokens(prompt)
-        return config.replace(max_tokens=min(config.max_tokens, room))
+        shorter = [one.replace(max_tokens=min(one.max_tokens, room)) for one in configs]
+        return [ask(config=config, **wanted) for config in shorter]
 
     def _asked(self, messages: Sequence[Message]) -> tuple[str, list[Message]]:
         """The question, and what was said before it.

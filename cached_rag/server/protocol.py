@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from cached_rag.grammar.tools import check_text
 from cached_rag.server.forms import CalledTool, Choice, NamedChoice, Offered, ResponseFormat, Strict
 
 _DEFAULT_TOKENS = 256
@@ -39,7 +40,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Settings that never change an answer: who asks, how it is billed, how long a model stays loaded;
 # a guess at the answer, to make it sooner.
-_WITHOUT_EFFECT: tuple[str, ...] = (
+WITHOUT_EFFECT: tuple[str, ...] = (
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention", "keep_alive", "verbosity"),
     "prediction",
@@ -52,18 +53,13 @@ _PASSED_ON = (
 )
 # The latter is what llama.cpp and Ollama call it, and Open WebUI for both.
 _PENALTY = AliasChoices("repetition_penalty", "repeat_penalty")
-# Roles that OpenAI had otherwise, before or after.
-_ROLES = {"developer": "system", "function": "tool"}
 # What it thought before it answered.
 _THOUGHT = AliasChoices("reasoning_content", "reasoning")
 
 
 def _whole(text: str) -> str:
     """Refuses half a surrogate pair, which JSON can spell and no tokenizer or file can take."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("half of a surrogate pair stands alone; send whole characters") from error
+    check_text(text)
     return text
 
 
@@ -79,7 +75,8 @@ Stop = Annotated[Text, Field(max_length=1000)]
 class TextPart(Strict):
     """A piece of a message's content."""
 
-    _ignored = ("cache_control",)  # where Anthropic's cache should end; ours finds that by itself
+    # Where Anthropic's cache should end, as ours finds that by itself; what our Responses have.
+    _ignored = ("cache_control", "annotations", "logprobs")
 
     type: Literal["text"]
     text: Text
@@ -88,7 +85,7 @@ class TextPart(Strict):
 class ChatMessage(Strict):
     """One message of a conversation; content in several parts is joined."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(max_length=_MOST)] = ""
     name: Name | None = None
     tool_calls: Annotated[list[CalledTool], Field(max_length=_MOST)] | None = None
@@ -124,15 +121,13 @@ class ChatMessage(Strict):
             raise ValueError(f"a message of role {self.role} needs a content")
         if self.thought and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} cannot have a reasoning")
-        if self.role == "function" and self.name is None:
-            raise ValueError("a message of role function needs a name")
         return self
 
     def plain(self) -> dict[str, Any]:
         """The message as chat templates take it."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        role = _ROLES.get(self.role, self.role)
+        role = "system" if self.role == "developer" else self.role
         found: dict[str, Any] = {"role": role, "content": text}
         if self.tool_calls:
             calls = [call.model_dump() for call in self.tool_calls]
@@ -177,7 +172,7 @@ class _Settings(Basics):
     Ours are `top_k`, `repetition_penalty` and `drafts`, as in `GenerationConfig`.
     """
 
-    _ignored = _WITHOUT_EFFECT
+    _ignored = WITHOUT_EFFECT
     _neutral = _NEUTRAL
 
     stream_options: StreamOptions | None = None
@@ -276,7 +271,7 @@ class CompletionRequest(_Settings):
     logprobs: int | None = Field(None, ge=0, le=20)
 
     # No chat template is applied, which these are for.
-    _ignored = (*_WITHOUT_EFFECT, "reasoning_effort")
+    _ignored = (*WITHOUT_EFFECT, "reasoning_effort")
     _neutral = _NEUTRAL | {"chat_template_kwargs": (None, {}), "think": (None, False)}
 
     def options(self) -> dict[str, Any]:

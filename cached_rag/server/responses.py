@@ -7,32 +7,16 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from cached_rag.errors import ConfigError
 from cached_rag.server.forms import Json, Strict
-from cached_rag.server.protocol import Basics, ChatRequest, Chunks, Score
+from cached_rag.server.protocol import WITHOUT_EFFECT, Basics, ChatRequest, Chunks, Score
 
-# Settings of OpenAI's that change nothing here, or nothing at these values.
-_WITHOUT_EFFECT = (
-    *("metadata", "user", "store", "service_tier", "safety_identifier", "include", "reasoning"),
-    *("prompt_cache_key", "prompt_cache_retention", "stream_options", "max_tool_calls"),
-)
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "truncation": (None, "disabled"),
-    "background": (None, False),
-    "previous_response_id": (None,),
-    "conversation": (None,),
-    "prompt": (None,),
-    "top_logprobs": (None, 0),
-}
-# Fields of a part that no prompt has.
-_UNREAD = ("annotations", "logprobs")
-_KEEPS_NONE = "this server keeps no responses (send whole conversations as input) and cannot do"
-_REFUSALS = dict.fromkeys(("background", "previous_response_id", "conversation"), _KEEPS_NONE)
+_KEEPS_NONE = "this server keeps no responses (send whole conversations as input) and does not take"
 # Settings that the response has as they were asked for.
 _TOLD = ("instructions", "max_output_tokens", "temperature", "top_p")
 # Settings that chat completions have under the same name.
@@ -47,9 +31,16 @@ class _Text(Strict):
 class ResponsesRequest(Basics):
     """POST /v1/responses."""
 
-    _ignored = _WITHOUT_EFFECT
-    _neutral = _NEUTRAL
-    _refusals = _REFUSALS
+    _ignored = (*WITHOUT_EFFECT, "include", "reasoning", "stream_options", "max_tool_calls")
+    _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "truncation": (None, "disabled"),
+        "background": (None, False),
+        "previous_response_id": (None,),
+        "conversation": (None,),
+        "prompt": (None,),
+        "top_logprobs": (None, 0),
+    }
+    _refusals = dict.fromkeys(("background", "previous_response_id", "conversation"), _KEEPS_NONE)
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -126,7 +117,7 @@ def _text(content: Any) -> Any:
     parts = [part if isinstance(part, dict) else {"type": part} for part in content]
     return [
         part | {"type": "text"} if part.get("type") in ("input_text", "output_text") else part
-        for part in ({k: v for k, v in one.items() if k not in _UNREAD} for one in parts)
+        for part in parts
     ]
 
 

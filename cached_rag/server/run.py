@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -238,27 +237,17 @@ def _refused(host: str, port: int, error: Exception) -> ConfigError:
     )
 
 
-@dataclass(frozen=True)
-class Share:
-    """How many descriptors are used for what.
-
-    Attributes:
-        connections: most connections at once.
-        spaces: most engines of tenants and salts that are open at once.
-    """
-
-    connections: int
-    spaces: int
-
-
-def share_descriptors(connections: int) -> Share:
+def share_descriptors(connections: int) -> tuple[int, int]:
     """Raise this process's limit of open files as far as it may be, and share it out.
 
     Args:
         connections: how many are wanted; there may be fewer.
+
+    Returns:
+        Most connections at once, and most engines of tenants and salts that are open at once.
     """
     half = max(32, (_raise_limit(max(_WANTED, 2 * connections + _SPARED)) - _SPARED) // 2)
-    return Share(min(connections, half), min(_MOST_SPACES, half // _FILES_OF_A_SPACE))
+    return min(connections, half), min(_MOST_SPACES, half // _FILES_OF_A_SPACE)
 
 
 def _raise_limit(wanted: int) -> int:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import GenerationConfig
@@ -19,9 +18,6 @@ from cached_rag.server.forms import Envelope, Json, ended
 from cached_rag.server.index import ServedIndex, public_name, sources
 from cached_rag.server.protocol import ChatRequest, CompletionRequest
 from cached_rag.server.tenants import Tenants
-
-if TYPE_CHECKING:  # its packages are another extra's
-    from cached_rag.rag.answer import AnswerStream
 
 # Most chunks of a response that wait for the client to read them.
 _AHEAD = 16
@@ -110,10 +106,7 @@ class Service:
                     fitting = self._fitting(request, prompt, config)
                     numbered = (_nth(fitting, n) for n in range(count))
                     streams += [engine.stream(prompt, one, tenant=tenant) for one in numbered]
-            fingerprint = f"fp_{self.engine.model.fingerprint[:10]}"
-            envelope = Envelope(
-                request.model, fingerprint, is_chat, engine.tokenization, count, found
-            )
+            envelope = Envelope(request.model, is_chat, engine.tokenization, count, found)
             options = request.stream_options
             counts = bool(options and options.include_usage)
             asked = Asked(streams, tools, envelope, counts, lease.pop_all())
@@ -145,17 +138,9 @@ class Service:
         [messages] = request.prompts()
         if request.temperature is None and (request.n or 1) == 1:
             config = config.replace(temperature=0.0)  # as `CachedRAG.ask`
-
-        def begun(config: GenerationConfig) -> list[AnswerStream]:
-            numbers = range(request.n or 1)
-            return [index.stream(messages, _nth(config, n), request.retrieval()) for n in numbers]
-
-        try:
-            found = begun(config)
-        except ContextOverflowError:
-            if request.wanted_tokens is not None:
-                raise
-            found = begun(index.shortened(messages, config, request.retrieval()))
+        configs = [_nth(config, n) for n in range(request.n or 1)]
+        may_be_shorter = request.wanted_tokens is None
+        found = index.streams(messages, configs, request.retrieval(), may_be_shorter=may_be_shorter)
         return [answer.stream for answer in found], sources(found[0].sources)
 
     async def answer(self, asked: Asked) -> Json:

@@ -115,7 +115,7 @@ def random_prompt(schema: Schema, rng: random.Random, question: str) -> SchemaPr
     """A prompt with one module of every union, every other module, and short arguments."""
     parts = tuple(_imports(schema.node.children, rng))
     arguments = _arguments(schema.node.children)
-    asked = Said("user", question) if schema.node.messages else question
+    asked = Said("user", question) if schema.node.is_chat else question
     return schema.prompt(*parts, asked, **arguments)
 
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, ConfigError, Engine
 from cached_rag.cli import main as cli
-from cached_rag.cli.eval import Comparing
+from cached_rag.cli.bench import Comparing
 from cached_rag.cli.terminal import plain, print_json, sooner
 from cached_rag.errors import DocumentError, StoreError
 from cached_rag.rag.chunks import Embedder

@@ -98,12 +98,12 @@ def test_a_response_has_the_form_of_a_schema(client):
     [
         (
             {"previous_response_id": "resp_1"},
-            "this server keeps no responses (send whole conversations as input) and cannot do"
-            " previous_response_id='resp_1'",
+            "previous_response_id: this server keeps no responses (send whole conversations as"
+            " input) and does not take 'resp_1'",
             "previous_response_id",
         ),
-        ({"top_logprobs": 2}, "this server cannot do top_logprobs=2", "top_logprobs"),
-        ({"truncation": "auto"}, "this server cannot do truncation='auto'", "truncation"),
+        ({"top_logprobs": 2}, "top_logprobs: this server does not take 2", "top_logprobs"),
+        ({"truncation": "auto"}, "truncation: this server does not take 'auto'", "truncation"),
         ({"input": []}, "messages: is empty; at least one is needed", "messages"),
         (
             {"input": [{"type": "computer_call"}]},

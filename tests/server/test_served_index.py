@@ -298,7 +298,7 @@ def test_who_asks_for_an_unknown_model_is_told_all_that_this_tenant_may_ask(clie
     with pytest.raises(openai.NotFoundError, match=f"it is '{NAME}' or 'index:manual'") as caught:
         client.chat.completions.create(**options)
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.NotFoundError, match=f"it embeds .* ask '{NAME}' or 'index"):
+    with pytest.raises(openai.NotFoundError, match=f"'letters' does this .* '{NAME}' or 'index"):
         client.chat.completions.create(**options | {"model": "letters"})
     with asking(address, "theirs") as other, pytest.raises(openai.NotFoundError) as caught:
         other.chat.completions.create(**options)

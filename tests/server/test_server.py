@@ -315,7 +315,7 @@ def test_the_largest_seed_has_others_behind_it(client):
 
 
 def test_what_there_is_not(client, server):
-    with pytest.raises(openai.NotFoundError, match="'gpt' here; it is 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="'gpt' does this here; it is 'tiny'"):
         client.chat.completions.create(messages=MESSAGES, **GREEDY | {"model": "gpt"})
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).id == NAME

@@ -44,10 +44,10 @@ def test_an_address_that_cannot_be_is_refused(host, port):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--max-connections", "0"], "max_connections is at least 1"),
-        (["--max-body-bytes", "-1"], "max_body_bytes is at least 1"),
-        (["--client-seconds", "-5"], "client_seconds is at least 1"),
-        (["--drain-seconds", "-1"], "drain_seconds is negative"),
+        (["--max-connections", "0"], "max_connections must be at least 1"),
+        (["--max-body-bytes", "-1"], "max_body_bytes must be at least 1"),
+        (["--client-seconds", "-5"], "client_seconds must be at least 1"),
+        (["--drain-seconds", "-1"], "drain_seconds must be at least 0"),
         (["--cors-origin", "page.example"], "https://page.example"),
         (["--cors-origin", "https://page.example/"], "https://page.example"),
         (["--allowed-host", "https://server.example"], "--allowed-host"),
