@@ -45,7 +45,9 @@ _SAYS = {
     "too_short": "is empty; at least one is needed",
     "string_too_short": "is empty",
     "too_long": "has too many entries",
+    "extra_forbidden": "there is no such field",
 }
+_NOWHERE = "nothing is at this path; clients ask /v1/chat/completions, and /docs lists all paths"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STOPPING = "the server is stopping; ask again later, or another one"
 _CUT_OFF = failure(STOPPING, "server_error", "stopping")
@@ -70,7 +72,8 @@ def described(error: BaseException) -> tuple[int, Json]:
         return 404, failure(str(error.detail), "invalid_request_error", code, "model")
     if isinstance(error, HTTPException):
         kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-        return error.status_code, failure(str(error.detail), kind, _CODES.get(error.status_code))
+        says = _NOWHERE if error.detail == "Not Found" else str(error.detail)
+        return error.status_code, failure(says, kind, _CODES.get(error.status_code))
     if isinstance(error, errors.ContextOverflowError):
         return 400, failure(str(error), "invalid_request_error", "context_length_exceeded")
     if isinstance(error, errors.ConfigError | errors.RelocationError):

@@ -165,8 +165,7 @@ class Server(uvicorn.Server):
             return
         self._app.state.is_stopping = True
         count = self._app.state.service.num_open
-        if count:
-            _log.warning("stopping; %d requests are finished first", count)
+        _log.warning("stopping; %d requests are finished first", count)
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

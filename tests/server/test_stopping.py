@@ -155,4 +155,5 @@ except KeyboardInterrupt:
     try: engine.check_open()
     except ClosedError: print("interrupted, closed")
 """
-    assert run_fresh(code) == (0, "interrupted, closed\n", "")
+    said = "stopping; 0 requests are finished first\n"
+    assert run_fresh(code) == (0, "interrupted, closed\n", said)
