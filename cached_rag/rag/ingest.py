@@ -24,7 +24,7 @@ from cached_rag.library.encode import EncodeSummary
 from cached_rag.options import require
 from cached_rag.rag.chunks import Chunk, embedded
 from cached_rag.rag.document import Document, DocumentLimits, assembled
-from cached_rag.rag.finding import absolute, is_below, is_hidden, is_text, join, look_at, stamp
+from cached_rag.rag.finding import is_below, is_hidden, is_text, join, look_at, stamp
 from cached_rag.rag.folder import IndexFolder
 from cached_rag.rag.progress import IngestSummary, ShareDone, Shown, counting, within
 from cached_rag.rag.reading_process import ConfinedReader
@@ -78,10 +78,10 @@ class Ingestion:
         """Read, index, delete, encode; see `CachedRAG.ingest`.
 
         Args:
+            path: absolute.
             prepare: has workers read and encode; None for this process.
             inside: a folder out of which no link may lead; None for `path`, wherever that leads.
         """
-        path = absolute(path)
         found = look_at(path)
         texts: dict[str, list[str]] = {}
         with ConfinedReader(self.limits, inside or path) as reader:

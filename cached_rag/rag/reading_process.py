@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -71,7 +71,8 @@ class ConfinedReader:
         self._limits = limits
         self._inside = documents.resolve()
         self._process: subprocess.Popen[bytes] | None = None
-        self._copies: TemporaryDirectory[str] | None = None
+        # A folder for its copies; its own, so that what a killed process leaves behind goes.
+        self._folder = ExitStack()
 
     def __enter__(self) -> ConfinedReader:
         return self
@@ -154,13 +155,12 @@ class ConfinedReader:
             python = [sys.executable, "-I", "-W", "ignore", "-X", f"utf8={sys.flags.utf8_mode}"]
             modules = json.dumps(trusted_path(self._inside))
             try:
-                # Of its own, so that what a killed process leaves behind goes.
-                self._copies = TemporaryDirectory(prefix="cached-rag-")
+                copies = self._folder.enter_context(TemporaryDirectory(prefix="cached-rag-"))
                 known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
                 self._process = subprocess.Popen(
                     [*python, "-c", _CODE, modules, str(_PACKAGE)],
-                    cwd=self._copies.name,
-                    env=known | dict.fromkeys(_TEMPORARY, self._copies.name),
+                    cwd=copies,
+                    env=known | dict.fromkeys(_TEMPORARY, copies),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
@@ -181,9 +181,7 @@ class ConfinedReader:
                 assert pipe is not None
                 with suppress(OSError):  # what was written and never read cannot be flushed
                     pipe.close()
-        if self._copies is not None:
-            self._copies.cleanup()
-            self._copies = None
+        self._folder.close()
 
 
 def _ask(

@@ -110,7 +110,7 @@ def test_the_reading_process_knows_no_secret(docs, monkeypatch):
     with ConfinedReader(DocumentLimits(), docs) as reader:
         reader.load(docs / "deep" / "a.txt")
         known = psutil.Process(reader._process.pid).environ()
-        copies = Path(reader._copies.name)
+        copies = Path(known["TMPDIR"])
         assert copies.is_dir()
     assert SECRET not in known.values()
     assert not copies.exists()
