@@ -20,6 +20,7 @@ from cached_rag.kv import blob
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.kept import KeptPrompts
 from cached_rag.rag import reading_process
+from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.readers import load_document
 
 pytestmark = pytest.mark.slow
@@ -124,7 +125,7 @@ def test_a_text_that_is_too_long_is_seen(tmp_path):
     documents = untrusted.make_documents(tmp_path)
 
     def load(path):
-        return load_document(path, max_characters=1 << 40).text
+        return load_document(path, DocumentLimits(max_characters=1 << 40)).text
 
     _, _, found = untrusted.tried_bomb(documents, random.Random(0), load)
     assert "characters were read" in found[0]

@@ -366,44 +366,36 @@ def conversation(history: Sequence[Answer | Message]) -> list[Turn]:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """A question with the chunks that it stands behind, and its answer as far as it was taken."""
-
-    answer: Answer
-    texts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Dialogue:
-    """A conversation's exchanges, in order."""
+    """A conversation's answers in order, with the chunks that each question stands behind."""
 
-    exchanges: tuple[Exchange, ...] = ()
+    exchanges: tuple[tuple[Answer, tuple[str, ...]], ...] = ()
 
     @property
     def turns(self) -> list[Turn]:
         """It as messages; those of the user have the texts of their "chunks"."""
         turns: list[Turn] = []
-        for one in self.exchanges:
-            asked = {"role": "user", "content": one.answer.question, "chunks": list(one.texts)}
-            turns += [asked, {"role": "assistant", "content": one.answer.text}]
+        for answer, texts in self.exchanges:
+            asked = {"role": "user", "content": answer.question, "chunks": list(texts)}
+            turns += [asked, {"role": "assistant", "content": answer.text}]
         return turns
 
     @property
     def texts(self) -> list[str]:
         """The chunks that it has."""
-        return [text for exchange in self.exchanges for text in exchange.texts]
+        return [text for _, texts in self.exchanges for text in texts]
 
     def and_then(self, answer: Answer, texts: Iterable[str]) -> Dialogue:
         """A longer one, whose last exchange has those of the chunks that are new."""
         known = set(self.texts)
         new = tuple(text for text in texts if text not in known)
-        return Dialogue((*self.exchanges, Exchange(answer, new)))
+        return Dialogue((*self.exchanges, (answer, new)))
 
     def without(self, texts: Sequence[str]) -> Dialogue:
         """It without these chunks."""
         kept = Dialogue()
-        for one in self.exchanges:
-            kept = kept.and_then(one.answer, (text for text in one.texts if text not in texts))
+        for answer, had in self.exchanges:
+            kept = kept.and_then(answer, (text for text in had if text not in texts))
         return kept
 
 

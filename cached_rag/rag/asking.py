@@ -45,7 +45,8 @@ class Asking:
         """Load the models, if need be; `reranking` has a reranker that is no name."""
         folder.agree()
         self._folder, self._reranking = folder, reranking
-        self.index, self.engine, self.prompts = folder.index, folder.engine, folder.prompts
+        self.index, self.engine = folder.index, folder.engine
+        self.prompts = Prompts(self.engine, folder.settings["system"])
         self.embedder = folder.embedder  # before the time of a question is taken
 
     def look_up(self, text: str, wanted: Retrieval, clock: Clock) -> Lookup:
@@ -237,7 +238,7 @@ class Chat:
 
         An answer belongs to it once it ends, is closed, or the next question is asked.
         """
-        return tuple(exchange.answer for exchange in self._said.exchanges)
+        return tuple(answer for answer, _ in self._said.exchanges)
 
     @property
     def messages(self) -> list[Turn]:

@@ -22,6 +22,7 @@ from cached_rag.backends.thread import on_model_thread
 from cached_rag.errors import ModelNotFoundError, needs_extra
 from cached_rag.options import require
 from cached_rag.rag.document import Document, Metadata, searchable
+from cached_rag.rag.progress import ShareDone
 
 # Text is split behind these, the first of them if it occurs, else the next.
 # Chinese and Japanese sentences end with the last.
@@ -189,6 +190,17 @@ class Embeddings(Protocol):
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """(len(texts), dim) float32, each row of unit length."""
         ...
+
+
+def embedded(
+    embedder: Embeddings, texts: Sequence[str], share_done: ShareDone = lambda _: None
+) -> NDArray[np.float32]:
+    """(len(texts), dim) float32; part by part, so that a bar moves in long documents."""
+    parts = []
+    for begin in range(0, max(1, len(texts)), EMBED_CHUNKS):
+        share_done(begin / max(1, len(texts)))
+        parts.append(embedder.embed(texts[begin : begin + EMBED_CHUNKS]))
+    return np.concatenate(parts)
 
 
 class Embedder:

@@ -43,8 +43,6 @@ _MOST_HEADINGS, _MOST_SHOWN = 1000, 400
 Metadata = Mapping[str, str | int | float | bool]
 # A text and what is known of it; what a reader makes of a file is a list of these.
 Part = tuple[str, Metadata]
-MAX_BYTES = 50 << 20
-MAX_CHARACTERS = 10_000_000
 # Through no link, and without waiting for whoever would write into a pipe. Windows lacks these.
 _FLAGS = os.O_RDONLY | sum(
     getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY")
@@ -164,10 +162,10 @@ class DocumentLimits:
         ConfigError: one is of another type, or not positive.
     """
 
-    max_document_bytes: int = MAX_BYTES
+    max_document_bytes: int = 50 << 20
     parse_seconds: float | None = 300.0
     parse_memory_bytes: int | None = 2 << 30
-    max_characters: int = MAX_CHARACTERS
+    max_characters: int = 10_000_000
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -176,18 +174,17 @@ class DocumentLimits:
             is_one = value is None or 0 < value < 1 << 62
             require(is_one, f"{one.name} is to be positive, not {value}")
 
-    @property
-    def need_a_process(self) -> bool:
-        """Whether they can be kept only where another process reads."""
-        return self.parse_seconds is not None or self.parse_memory_bytes is not None
+
+def beyond(limit: str, said: str) -> DocumentError:
+    """What is said of a document beyond a limit, by the name that it has in `DocumentLimits`."""
+    option = limit.replace("_", "-")
+    remedy = f"split the file, remove it, or raise the limit ({limit}=, --{option})"
+    return DocumentError(f"{said}; {remedy}")
 
 
 def too_long(max_characters: int) -> DocumentError:
     """What is said of a document with too much text."""
-    return DocumentError(
-        f"its text has more than {max_characters} characters; split the file, or raise the limit "
-        "(max_characters=)"
-    )
+    return beyond("max_characters", f"its text has more than {max_characters} characters")
 
 
 def limited(parts: Iterable[Part], max_characters: int) -> Iterator[Part]:
@@ -225,10 +222,7 @@ def private_copy(path: Path, inside: Path, max_bytes: int) -> Iterator[Path]:
             data = b"" if found.st_size > max_bytes else file.read(max_bytes + 1)
             size = max(found.st_size, len(data))
         if size > max_bytes:
-            raise DocumentError(
-                f"{shown(path)}: {size} bytes exceed {max_bytes}; split the file, or raise the "
-                "limit (max_document_bytes=, --max-document-bytes)"
-            )
+            raise beyond("max_document_bytes", f"{shown(path)}: {size} bytes exceed {max_bytes}")
         copy.write_bytes(data)
         yield copy
 

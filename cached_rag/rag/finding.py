@@ -19,7 +19,6 @@ from pathlib import Path
 from cached_rag.errors import ConfigError, DocumentError
 from cached_rag.kv.database import Database
 from cached_rag.kv.fingerprint import digest
-from cached_rag.options import near
 from cached_rag.rag.document import shown
 from cached_rag.rag.readers import READERS, is_built_in
 
@@ -40,7 +39,6 @@ _MAKERS = (
 )
 # The table of an index that `Roots` keeps.
 ROOTS = "CREATE TABLE IF NOT EXISTS roots (name TEXT PRIMARY KEY, path TEXT NOT NULL);"
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -260,21 +258,8 @@ class Roots:
     def all(self) -> list[Root]:
         """All roots that have documents."""
         rows = self._database.rows("SELECT name, path FROM roots")
-        heads = {_head(source) for source in self._sources()}
+        heads = {_head(source) for source in self.sources()}
         return [Root(str(name), Path(str(path))) for name, path in rows if name in heads]
-
-    def _keep(self, root: Root, renamed: Iterable[tuple[str, str]]) -> None:
-        """Remember where a root is now, and change sources, given as (source, new source).
-
-        In one transaction: documents that have a name of no root are taken for texts in no file.
-        """
-        rows = [(new, old) for old, new in renamed]
-        with self._database.transaction() as connection:
-            row = (root.name, str(root.path))
-            connection.execute("INSERT OR REPLACE INTO roots VALUES (?, ?)", row)
-            connection.execute("PRAGMA defer_foreign_keys = ON")
-            for table in ("documents", "chunks"):
-                connection.executemany(f"UPDATE {table} SET source = ? WHERE source = ?", rows)
 
     def choose(
         self,
@@ -316,7 +301,7 @@ class Roots:
         """
         known = {other.name: other.path for other in self.all()}
         if root.name not in known:
-            if root.name in map(_head, self._sources()):
+            if root.name in map(_head, self.sources()):
                 raise DocumentError(
                     f"the index has texts called {root.name} that are of no folder or file; ingest "
                     f"{root.path} by another name (name=, --name), or delete them before"
@@ -338,7 +323,7 @@ class Roots:
             Sources that were not renamed, because the index has their new name already. They are
             the same files, and are to be deleted.
         """
-        sources = self._sources()
+        sources = self.sources()
         taken = set(sources)
         others = [other for other in self.all() if other.name != root.name]
         bases = {other.name: root.source(other.path) for other in others}
@@ -353,8 +338,14 @@ class Roots:
                 doubles.append(source)
             else:
                 taken.add(new)
-                renamed.append((source, new))
-        self._keep(root, renamed)
+                renamed.append((new, source))
+        # In one transaction: documents that have a name of no root are taken for texts in no file.
+        with self._database.transaction() as connection:
+            row = (root.name, str(root.path))
+            connection.execute("INSERT OR REPLACE INTO roots VALUES (?, ?)", row)
+            connection.execute("PRAGMA defer_foreign_keys = ON")
+            for table in ("documents", "chunks"):
+                connection.executemany(f"UPDATE {table} SET source = ? WHERE source = ?", renamed)
         return doubles
 
     def check_free(self, source: str) -> None:
@@ -392,7 +383,7 @@ class Roots:
         Raises:
             DocumentError: there is no such document, or the path stands for several.
         """
-        sources = self._sources()
+        sources = self.sources()
         if str(source) in sources:
             return str(source)
         path = absolute(source)
@@ -402,17 +393,13 @@ class Roots:
             return meant[0]
         if meant:
             raise DocumentError(f"{source} is several documents; say which: {', '.join(meant)}")
-        alike = _alike(str(source), sources)
         raise DocumentError(
-            f"the index has no document {source}; "
-            + (
-                f"near it are {', '.join(map(shown, alike))}"
-                if alike
-                else "see what it has: cached-rag list"
-            )
+            f"the index has no document {source}; name one that it has, as `cached-rag list` or "
+            "`documents()` shows it"
         )
 
-    def _sources(self) -> list[str]:
+    def sources(self) -> list[str]:
+        """The sources of all documents, sorted."""
         return self._database.read(str, "SELECT source FROM documents ORDER BY source")
 
 
@@ -426,10 +413,3 @@ def _checked(name: str, path: Path) -> str:
     if not is_text(f"{path}{name}"):
         raise ConfigError(f"{str(path)!r} is no text in this system's encoding; rename it")
     return name
-
-
-def _alike(source: str, sources: Sequence[str]) -> list[str]:
-    """Sources that may have been meant: below that folder, of that name, or spelled alike."""
-    alike = [s for s in sources if is_below(s, source.rstrip("/")) or s.endswith("/" + source)]
-    found = alike or near(source, sources, _SHOWN)
-    return found[:_SHOWN]

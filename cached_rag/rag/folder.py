@@ -18,7 +18,6 @@ from cached_rag.errors import IndexMismatchError, StoreError
 from cached_rag.kv.eviction import until_when
 from cached_rag.kv.holdings import forget, held_bytes, hold
 from cached_rag.options import check_range, check_types, require
-from cached_rag.rag.answer import Prompts
 from cached_rag.rag.chunks import DEFAULT_EMBEDDING, Embedder, Embeddings, Reranker
 from cached_rag.rag.index import RECALLED, DocumentIndex
 from cached_rag.rag.search import Where
@@ -65,8 +64,8 @@ class IndexConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
-        most, known = MOST_PRIMERS, ", ".join(SEARCHES)
-        require(1 <= self.primers <= most, f"there are 1 to {most} primers, not {self.primers}")
+        check_range(self, 1, MOST_PRIMERS, "primers")
+        known = ", ".join(SEARCHES)
         require(self.search in SEARCHES, f"search {self.search!r} is not one of {known}")
 
 
@@ -101,12 +100,8 @@ class Retrieval:
 
     def __post_init__(self) -> None:
         check_types(self)
-        most, least = MOST_CHUNKS, self.min_score
-        require(1 <= self.k <= most, f"k, the number of chunks, is from 1 to {most}, not {self.k}")
-        require(
-            least is None or -1 <= least <= 1,
-            f"min_score is from -1 to 1, as a cosine similarity is, not {least}",
-        )
+        check_range(self, 1, MOST_CHUNKS, "k")
+        check_range(self, -1, 1, "min_score")
         where = self.where
         require(
             where is None or callable(where) or isinstance(where, Mapping),
@@ -248,11 +243,6 @@ class IndexFolder:
                 self.index.see_vectors_of(self._embedder)
                 self._has_same_vectors = True
             return self._embedder
-
-    @property
-    def prompts(self) -> Prompts:
-        """How the model is asked."""
-        return Prompts(self.engine, self.settings["system"])
 
     def load_options(self) -> dict[str, Any]:
         """How the model is loaded; says where its KV will not be the index's."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from cached_rag.errors import IndexMismatchError
 from cached_rag.kv.database import Database, Problem, Row, is_sound, row_sum
-from cached_rag.rag.chunks import EMBED_CHUNKS, Chunk, Embeddings
+from cached_rag.rag.chunks import Chunk, Embeddings, embedded
 from cached_rag.rag.finding import ROOTS, Roots
 from cached_rag.rag.search import CHUNKS, SIGNED, Search
 
@@ -109,10 +109,6 @@ class DocumentIndex:
                 )
         return kept
 
-    def holds(self, source: str, digest: str) -> bool:
-        """Whether a document is indexed with exactly this content, and none of it is damaged."""
-        return self.digest(source) == digest
-
     def digest(self, source: str) -> str:
         """The digest a document was indexed with; "" if it is not, or any of it is damaged."""
         query = "SELECT digest FROM documents WHERE source = ?"
@@ -129,10 +125,6 @@ class DocumentIndex:
         with self._database.transaction() as connection:
             sql = "UPDATE documents SET stamp = ? WHERE source = ? AND stamp != ?"
             connection.execute(sql, (stamp, source, stamp))
-
-    def sources(self) -> list[str]:
-        """The names of all documents, sorted."""
-        return self._database.read(str, "SELECT source FROM documents ORDER BY source")
 
     def documents(self) -> list[IndexedDocument]:
         """All documents, sorted by source."""
@@ -245,11 +237,6 @@ class DocumentIndex:
         (counts,) = self._database.read(lambda documents, chunks: (documents, chunks), query)
         return counts
 
-    @property
-    def is_read_only(self) -> bool:
-        """Whether this user may not write it."""
-        return self._database.is_read_only
-
     def see_vectors_of(self, embedder: Embeddings) -> None:
         """Embed all chunks again, unless the last ones have the vectors they would get.
 
@@ -267,7 +254,7 @@ class DocumentIndex:
         kept = (np.frombuffer(row[4], np.float32) for row in rows)  # type: ignore[call-overload]
         if all(map(_is_same, kept, found)):
             return
-        if self.is_read_only:
+        if self._database.is_read_only:
             raise IndexMismatchError(
                 f"the embedding model {embedder.name} is not the one that this index was made "
                 "with, and the index is read-only for this user: let one who may write it open it "
@@ -283,15 +270,11 @@ class DocumentIndex:
     def _embed_again(self, embedder: Embeddings) -> None:
         """Give all chunks other vectors, in one transaction; damaged ones keep theirs."""
         rows = list(filter(is_sound, self._database.rows(f"{_ROWS} ORDER BY c.id")))
+        vectors = embedded(embedder, [str(row[3]) for row in rows])
         changed = []
-        for begin in range(0, len(rows), EMBED_CHUNKS):
-            some = rows[begin : begin + EMBED_CHUNKS]
-            vectors = embedder.embed([str(row[3]) for row in some])
-            for (chunk, title, ordinal, text, _, known, _), vector in zip(
-                some, vectors, strict=True
-            ):
-                data = vector.astype(np.float32).tobytes()
-                changed.append((data, row_sum(title, ordinal, text, data, known), chunk))
+        for (chunk, title, ordinal, text, _, known, _), vector in zip(rows, vectors, strict=True):
+            data = vector.astype(np.float32).tobytes()
+            changed.append((data, row_sum(title, ordinal, text, data, known), chunk))
         with self._database.transaction() as connection:
             sql = "UPDATE chunks SET vector = ?, checksum = ? WHERE id = ?"
             connection.executemany(sql, changed)

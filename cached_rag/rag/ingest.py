@@ -7,13 +7,14 @@ watched by the watchfiles library (extra "docs").
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from itertools import accumulate, chain
 from os.path import isdir, isfile  # unlike those of a Path, they never raise
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +22,11 @@ from numpy.typing import NDArray
 from cached_rag.errors import DocumentError, needs_extra
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.options import require
-from cached_rag.rag.chunks import Chunk
+from cached_rag.rag.chunks import Chunk, embedded
 from cached_rag.rag.document import Document, DocumentLimits, assembled
-from cached_rag.rag.finding import absolute, is_below, is_hidden, is_text, join, look_at, stamp
+from cached_rag.rag.finding import is_below, is_hidden, is_text, join, look_at, stamp
 from cached_rag.rag.folder import IndexFolder
-from cached_rag.rag.progress import IngestSummary, Say, Shown, prefilling, preparing, reading
+from cached_rag.rag.progress import IngestSummary, ShareDone, Shown, counting, within
 from cached_rag.rag.reading_process import ConfinedReader
 from cached_rag.rag.search import described
 from cached_rag.rag.workers import IngestTask, Preparation, Prepare, content, groups
@@ -42,7 +43,7 @@ Batch = Collection[tuple[object, str]]
 
 
 class Ingestion:
-    """One ingestion into an index.
+    """One ingestion into an index, and what it has done so far.
 
     Attributes:
         limits: on reading a document.
@@ -51,6 +52,12 @@ class Ingestion:
     def __init__(self, folder: IndexFolder, limits: DocumentLimits) -> None:
         folder.agree()
         self.folder, self.index, self.limits = folder, folder.index, limits
+        self._began = time.perf_counter()
+        self._documents, self._added = 0, 0
+        self._skipped: list[tuple[str, str]] = []
+        self._done = EncodeSummary()
+        # Bytes of KV, where no engine has to be asked.
+        self._held: int | None = None
 
     @cached_property
     def preparation(self) -> Preparation:
@@ -71,40 +78,33 @@ class Ingestion:
         """Read, index, delete, encode; see `CachedRAG.ingest`.
 
         Args:
+            path: absolute.
             prepare: has workers read and encode; None for this process.
             inside: a folder out of which no link may lead; None for `path`, wherever that leads.
         """
-        began = time.perf_counter()
-        path = absolute(path)
         found = look_at(path)
+        texts: dict[str, list[str]] = {}
         with ConfinedReader(self.limits, inside or path) as reader:
             base = self._called(path, found.files, name, reader)
             files = {join(base, file.relative_to(path)): file for file in found.files}
-            odd = [str(files.pop(source)) for source in list(files) if not is_text(source)]
-            unnamed = [
-                (file, f"{file!r}: its name is no text in this system's encoding; rename it")
-                for file in odd
-            ]
-            known = {
-                *files,
-                *(join(base, place.relative_to(path)) for place, _ in found.unreadable),
-            }
+            unreadable = [(str(place), reason) for place, reason in found.unreadable]
+            for source in [source for source in files if not is_text(source)]:
+                odd = str(files.pop(source))
+                reason = f"{odd!r}: its name is no text in this system's encoding; rename it"
+                unreadable.append((odd, reason))
             if prepare is None:
-                added, skipped, texts = self._read(files, reader, progress)
-        missing = self._missing(base, known)
+                texts = self._read(files, reader, progress)
+        unseen = {join(base, place.relative_to(path)) for place, _ in found.unreadable}
+        missing = self._missing(base, {*files, *unseen})
+        if prepare is not None:
+            self._gather(files, prepare, progress)
         gone = missing if delete_missing else []
+        deleted = self._delete([*gone, *self._emptied(files)])
         if prepare is None:
-            deleted = self._delete([*gone, *self._emptied(files, skipped)])
-            summary = replace(self._encode(added, texts, progress), skipped=tuple(skipped))
-        else:
-            summary = self._gather(files, prepare, progress)
-            deleted = self._delete([*gone, *self._emptied(files, summary.skipped)])
-        unseen = [(str(place), reason) for place, reason in found.unreadable]
-        return replace(
-            summary,
-            seconds=time.perf_counter() - began,
+            self._encode(texts, progress)
+        return self._summary(
             deleted=deleted,
-            skipped=(*unseen, *unnamed, *summary.skipped),
+            skipped=(*unreadable, *self._skipped),
             passed_over=found.passed_over,
             missing=() if delete_missing else tuple(missing),
         )
@@ -113,7 +113,6 @@ class Ingestion:
         self, texts: Mapping[str, str], metadata: Mapping[str, object], progress: Shown
     ) -> IngestSummary:
         """Index and encode texts that are in no file; see `CachedRAG.add_texts`."""
-        began = time.perf_counter()
         is_named = isinstance(texts, Mapping) and all(
             isinstance(one, str) for pair in texts.items() for one in pair
         )
@@ -126,39 +125,38 @@ class Ingestion:
             if not one.text:
                 raise DocumentError(f"the text {one.source!r} is empty; leave it out")
         self.index.roots.forget(one.source for one in documents)
-        added = sum(self._update(one.source, one, lambda *_: None) for one in documents)
-        chunks = {one.source: self.index.texts(one.source) for one in documents}
-        summary = self._encode(added, chunks, progress)
-        return replace(summary, seconds=time.perf_counter() - began)
+        for one in documents:
+            self._update(one.source, one, lambda _: None)
+        self._encode({one.source: self.index.texts(one.source) for one in documents}, progress)
+        return self._summary()
 
     def _read(
         self, files: Mapping[str, Path], reader: ConfinedReader, progress: Shown
-    ) -> tuple[int, list[tuple[str, str]], dict[str, list[str]]]:
-        """Index files that changed: their number, files skipped and why, all chunks by source."""
+    ) -> dict[str, list[str]]:
+        """Index files that changed; gives all chunks of those that could be read, by source."""
         stamps = {source: stamp(file) for source, file in files.items()}  # as before reading
         changed = {s: f for s, f in files.items() if not self.index.is_as_stamped(s, stamps[s])}
         texts = {source: self.index.texts(source) for source in files.keys() - changed.keys()}
-        added, skipped = 0, []
-        with reading(changed.values(), is_shown=progress) as begun:
-            for source, (file, say) in zip(changed, begun, strict=True):
-                say("reading", 0.0)
+        sizes = [max(0, _size(file)) for file in changed.values()]
+        total = sum(sizes)
+        with counting(total, "reading", "B", is_shown=progress, unit_divisor=1024) as bar:
+            for (source, file), size in zip(changed.items(), sizes, strict=True):
+                share_done = within(bar, size)
                 try:
                     document = reader.load(file)
                 except DocumentError as error:
-                    skipped.append((str(file), str(error)))
+                    self._skipped.append((str(file), str(error)))
+                    share_done(1.0)
                     continue
-                is_new = self._update(source, document, say)
+                is_new = self._update(source, document, share_done)
                 self.index.put_stamp(source, stamps[source])
                 texts[source] = self.index.texts(source)
-                added += is_new
                 if is_new:
-                    say("counting tokens", 1.0)
                     self.preparation.engine.register(texts[source])
-        return added, skipped, texts
+                share_done(1.0)
+        return texts
 
-    def _gather(
-        self, files: Mapping[str, Path], prepare: Prepare, progress: Shown
-    ) -> IngestSummary:
+    def _gather(self, files: Mapping[str, Path], prepare: Prepare, progress: Shown) -> None:
         """Index what workers prepare, batch by batch.
 
         The KV is in the store by then. So encoding finds it, and makes it known to this process's
@@ -166,30 +164,28 @@ class Ingestion:
         """
         started = time.perf_counter()
         tasks = [IngestTask(s, str(file), self.index.digest(s)) for s, file in files.items()]
-        added, read, done, skipped = 0, 0, EncodeSummary(), []
-        with preparing(len(tasks), is_shown=progress) as bar:
+        with counting(len(tasks), "preparing", "document", is_shown=progress) as bar:
             for batch in prepare(tasks):
                 for left_out in (document for document in batch.documents if document.skipped):
-                    skipped.append((str(files[left_out.source]), left_out.skipped))
+                    self._skipped.append((str(files[left_out.source]), left_out.skipped))
                 taken = [document for document in batch.documents if not document.skipped]
                 for made in taken:
                     if made.vectors is not None:  # else the index has it as it is
                         self._replace(made.source, made.digest, made.chunks, made.vectors)
-                        added += 1
-                read += len(taken)
                 texts = {document.source: self.index.texts(document.source) for document in taken}
-                done += EncodeSummary(batch.encoded, tokens=batch.tokens)
-                done = sum(map(self._finish, groups(texts)), done)
+                self._documents += len(texts)
+                self._done += EncodeSummary(batch.encoded, tokens=batch.tokens)
+                for group in groups(texts):
+                    self._finish(group)
                 bar.update(len(batch.documents))
-                rate = done.tokens / (time.perf_counter() - started)
+                rate = self._done.tokens / (time.perf_counter() - started)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s")
-        return replace(self._summary(added, read, done), skipped=tuple(skipped))
 
-    def _emptied(self, files: Mapping[str, Path], skipped: Iterable[tuple[str, str]]) -> list[str]:
+    def _emptied(self, files: Mapping[str, Path]) -> list[str]:
         """Documents whose files have been emptied: nobody wants anything of them any more."""
-        by_name = {str(file): source for source, file in files.items()}
-        unread = {by_name[name] for name, _ in skipped}.intersection(self.index.sources())
-        return [source for source in unread if _is_empty(files[source])]
+        unread = {name for name, _ in self._skipped}
+        known = files.keys() & self.index.roots.sources()
+        return [one for one in known if str(files[one]) in unread and not _size(files[one])]
 
     def _called(
         self, path: Path, files: Sequence[Path], name: str | None, reader: ConfinedReader
@@ -204,18 +200,18 @@ class Ingestion:
         if not is_text(source):  # no document is called so
             return False
         try:
-            return self.index.holds(source, content(reader.load(file)))
+            return self.index.digest(source) == content(reader.load(file))
         except DocumentError:
             return False
 
-    def _update(self, source: str, document: Document, say: Say) -> bool:
+    def _update(self, source: str, document: Document, share_done: ShareDone) -> bool:
         """Index a document, unless it is indexed as it is; says whether it had to."""
         digest = content(document)
-        if self.index.holds(source, digest):
+        if self.index.digest(source) == digest:
             return False
-        say("splitting", 0.0)
         chunks = self.preparation.splitter.split(document)
-        vectors = self.preparation.embedded([chunk.text for chunk in chunks], say)
+        texts = [chunk.text for chunk in chunks]
+        vectors = embedded(self.preparation.embedder, texts, share_done)
         self._replace(source, digest, chunks, vectors)
         return True
 
@@ -225,6 +221,7 @@ class Ingestion:
         """Index a document, and delete the KV that only its old chunks had."""
         settings = self.folder.settings
         self.folder.forget_later(self.index.replace(source, digest, chunks, vectors, settings))
+        self._added += 1
 
     def _missing(self, base: str, present: set[str]) -> list[str]:
         """Documents below `base` that are not there.
@@ -232,7 +229,7 @@ class Ingestion:
         Args:
             present: sources that are there, and those below which nobody could look.
         """
-        below = (source for source in self.index.sources() if is_below(source, base))
+        below = (source for source in self.index.roots.sources() if is_below(source, base))
         return [source for source in below if present.isdisjoint(_above(source))]
 
     def _delete(self, sources: Sequence[str]) -> int:
@@ -241,57 +238,54 @@ class Ingestion:
             self.folder.forget_later(self.index.delete(source))
         return len(sources)
 
-    def _encode(self, added: int, texts: dict[str, list[str]], progress: Shown) -> IngestSummary:
+    def _encode(self, texts: dict[str, list[str]], progress: Shown) -> None:
         """Encode chunks that have no KV, and mark documents that are done.
 
         Args:
-            added: how many of the documents were new or had changed.
             texts: all chunks of each document, by its source.
         """
-        done = EncodeSummary()
+        self._documents = len(texts)
         if texts.keys().isdisjoint(self.index.pending()):
-            held = self.folder.held_bytes(set(chain.from_iterable(texts.values())))
-            if held is not None:
-                return self._summary(added, len(texts), done, held)
+            self._held = self.folder.held_bytes(set(chain.from_iterable(texts.values())))
+            if self._held is not None:
+                return
         parts = list(groups(texts))
         passes = sum(len(c.ways) if c else 1 for c in self.preparation.contexts)
         register = self.preparation.engine.register
         sizes = [passes * sum(map(register, group.values())) for group in parts]
-        with prefilling(sum(sizes), is_shown=progress) as bar:
+        with counting(sum(sizes), "prefilling", "token", is_shown=progress) as bar:
             for group, due in zip(parts, accumulate(sizes), strict=True):
-                done += self._finish(group, bar.update)
+                self._finish(group, bar.update)
                 bar.update(due - bar.n)  # chunks that had KV already
-        return self._summary(added, len(texts), done)
 
-    def _summary(
-        self, added: int, read: int, done: EncodeSummary, stored_bytes: int | None = None
-    ) -> IngestSummary:
-        """A summary; bytes of KV that are not given are asked of the engine."""
-        if stored_bytes is None:
-            stored_bytes = self.preparation.engine.library.shelf.store_bytes()
+    def _summary(self, **found: Any) -> IngestSummary:
+        """What was done, and what was found besides."""
+        held = self._held
+        if held is None:
+            held = self.preparation.engine.library.shelf.store_bytes()
         return IngestSummary(
-            added=added,
-            unchanged=read - added,
+            added=self._added,
+            unchanged=self._documents - self._added,
             chunks=self.index.count()[1],
-            encoded=done.encoded,
-            tokens=done.tokens,
-            seconds=0.0,  # whoever asked counts them
-            unsent=done.unsent,
-            stored_bytes=stored_bytes,
+            encoded=self._done.encoded,
+            tokens=self._done.tokens,
+            seconds=time.perf_counter() - self._began,
+            unsent=self._done.unsent,
+            stored_bytes=held,
+            **found,
         )
 
     def _finish(
         self,
         documents: Mapping[str, Sequence[str]],
         tokens_done: Callable[[int], object] = lambda _: None,
-    ) -> EncodeSummary:
+    ) -> None:
         """Encode the chunks of some documents, and mark these as encoded."""
-        done = self.preparation.encode([*documents.values()], tokens_done)
+        self._done += self.preparation.encode([*documents.values()], tokens_done)
         # Chunks that others deleted meanwhile.
         self.folder.forget_later(self.index.orphans([*chain.from_iterable(documents.values())]))
         for source in documents:
             self.index.mark_encoded(source)
-        return done
 
 
 def _above(source: str) -> Iterator[str]:
@@ -299,11 +293,11 @@ def _above(source: str) -> Iterator[str]:
     return accumulate(source.split("/"), lambda above, name: f"{above}/{name}")
 
 
-def _is_empty(file: Path) -> bool:
-    try:
-        return file.stat().st_size == 0
-    except OSError:
-        return False
+def _size(file: Path) -> int:
+    """A file's bytes; -1 if it was deleted since it was found, which whoever reads it says."""
+    with suppress(OSError):
+        return file.stat().st_size
+    return -1
 
 
 def watch(

@@ -89,10 +89,14 @@ def _inside(name: str, relation: Any) -> str:
     return normpath(join("/", dirname(name), relation.get("Target", ""))).lstrip("/")
 
 
-def local(element: Any) -> str:
-    """An element's name without its namespace; "" for comments."""
-    tag = element.tag
-    return tag.rpartition("}")[2] if isinstance(tag, str) else ""
+def _elements(root: Any) -> Iterator[tuple[Any, str]]:
+    """The elements of a tree, of which only a run's keep their text, and their names."""
+    for element in list(root.iter("{*}*")):
+        name = etree.QName(element).localname
+        element.tail = None
+        if name != "t":
+            element.text = None
+        yield element, name
 
 
 def says(element: Any, name: str = "val") -> str:
@@ -247,11 +251,8 @@ class _Marker:
 
     def write(self, root: Any) -> None:
         """Give the elements of a tree HTML's names, and no text but that of runs."""
-        for element in list(root.iter("{*}*")):
-            name = local(element)
-            element.tail = None
-            if name != "t":
-                element.text = _SAID.get(name)
+        for element, name in _elements(root):
+            element.text = _SAID.get(name, element.text)
             if name in _HIDDEN_IN_WORD or (name == "r" and _is_hidden(element)):
                 element.set("hidden", "")
             elif name in _NOTES:
@@ -312,11 +313,7 @@ def _written(root: Any) -> list[Part]:
     """The text of a tree, whose elements get HTML's names."""
     counts: dict[tuple[Any, ...], int] = {}
     block = "p"
-    for element in list(root.iter("{*}*")):
-        name = local(element)
-        element.tail = None
-        if name != "t":
-            element.text = None
+    for element, name in _elements(root):
         if name == "sp":
             block = "h2" if _place(element) in _TITLES else "div"
         elif name == "graphicFrame":

@@ -6,22 +6,18 @@ Knows tqdm; knows no document.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-# The bar does not say what is done with smaller files: that would change too fast to be read.
-LONG_BYTES = 1 << 18
-
 # How long an encoding takes before its bar is drawn: that of a few chunks would only flicker.
 _DELAY_S = 0.5
 
-# Called by whoever works on a file with what is being done, and the share that is done, 0 to 1.
-Say = Callable[[str, float], None]
+# Called by whoever works on a file with the share of it that is done, 0 to 1.
+ShareDone = Callable[[float], object]
 # How an encoding shows how far it is: a bar (True), a bar if standard error is a terminal (None),
 # nothing (False), or calls with the numbers of tokens that are done and that are to be done.
 Progress = bool | Callable[[int, int], object] | None
@@ -76,38 +72,10 @@ class Bar(tqdm):  # type: ignore[type-arg]
 Bar.set_lock(threading.RLock())
 
 
-@contextmanager
-def reading(files: Iterable[Path], *, is_shown: Shown) -> Iterator[Iterator[tuple[Path, Say]]]:
-    """A bar in bytes over files; gives each file with the `Say` that moves the bar within it."""
-    sizes = {file: _size(file) for file in files}
-    total = sum(sizes.values())
-    with _bar(total, "reading", "B", is_shown=is_shown, unit_divisor=1024) as bar:
-
-        def each() -> Iterator[tuple[Path, Say]]:
-            begin = 0
-            for file, size in sizes.items():
-
-                def say(what: str, done: float, begin: int = begin, size: int = size) -> None:
-                    bar.update(begin + int(done * size) - bar.n)
-                    if size >= LONG_BYTES:
-                        bar.set_postfix_str(what)
-
-                yield file, say
-                begin += size
-                bar.set_postfix_str("", refresh=False)
-                bar.update(begin - bar.n)
-
-        yield each()
-
-
-def prefilling(tokens: int, *, is_shown: Shown) -> Any:
-    """A bar in tokens, with the rate and the time left."""
-    return _bar(tokens, "prefilling", "token", is_shown=is_shown)
-
-
-def preparing(documents: int, *, is_shown: Shown) -> Any:
-    """A bar in documents, with the rate and the time left."""
-    return _bar(documents, "preparing", "document", is_shown=is_shown)
+def within(bar: Any, size: int) -> ShareDone:
+    """What moves a bar in bytes within the next file, of so many bytes."""
+    begin = bar.n
+    return lambda done: bar.update(begin + int(done * size) - bar.n)
 
 
 @contextmanager
@@ -119,13 +87,9 @@ def encode_progress(progress: Progress) -> Iterator[dict[str, Callable[[int], ob
             nothing; or a function, called with the numbers of tokens that are done and that are
             to be done, at the beginning and after each batch.
     """
-    shown = _without_what(progress) if callable(progress) else progress
-    with _bar(None, "prefilling", "token", is_shown=shown, delay=_DELAY_S) as bar:
+    shown = (lambda _, *counts: progress(*counts)) if callable(progress) else progress
+    with counting(None, "prefilling", "token", is_shown=shown, delay=_DELAY_S) as bar:
         yield {"token_progress": bar.update, "token_total": bar.reset}
-
-
-def _without_what(tell: Callable[[int, int], object]) -> Callable[[str, int, int], object]:
-    return lambda _, done, total: tell(done, total)
 
 
 class _Told:
@@ -142,11 +106,11 @@ class _Told:
         self.n += more
         self._tell(self._what, self.n, self._total)
 
-    def set_postfix_str(self, text: str, refresh: bool = True) -> None:
+    def set_postfix_str(self, text: str) -> None:
         """Nothing: the function is told numbers."""
 
 
-def _bar(
+def counting(
     total: int | None,
     what: str,
     unit: str,
@@ -155,6 +119,7 @@ def _bar(
     unit_divisor: int = 1000,
     delay: float = 0.0,
 ) -> Any:
+    """A bar in some unit, with the rate and the time left; or what does as one."""
     if callable(is_shown):
         told = _Told(is_shown, what)
         if total is not None:
@@ -169,9 +134,3 @@ def _bar(
         delay=delay,
         disable=None if is_shown is None else not is_shown,
     )
-
-
-def _size(file: Path) -> int:
-    with suppress(OSError):
-        return file.stat().st_size
-    return 0  # deleted since it was found; whoever reads it says so

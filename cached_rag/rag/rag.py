@@ -23,7 +23,7 @@ from cached_rag.rag.chunks import Embeddings, cross_encoder
 from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.finding import absolute, is_folder, is_path
 from cached_rag.rag.folder import IndexConfig, IndexFolder, Reranking, Retrieval, as_kept
-from cached_rag.rag.index import DocumentIndex, IndexedDocument
+from cached_rag.rag.index import IndexedDocument
 from cached_rag.rag.ingest import Ingestion, watch
 from cached_rag.rag.progress import IngestSummary, Shown
 from cached_rag.rag.search import Hit
@@ -56,11 +56,17 @@ class Deletion:
 
 
 class CachedRAG:
-    """A folder of documents that can be asked. Models load when first needed."""
+    """A folder of documents that can be asked. Models load when first needed.
+
+    Attributes:
+        path: the index's folder.
+        index: the documents and their chunks, without models.
+    """
 
     def __init__(self, folder: IndexFolder, limits: DocumentLimits, reranking: Reranking) -> None:
         """See `open`."""
         self._folder, self._limits, self._reranking = folder, limits, reranking
+        self.path, self.index = folder.path, folder.index
 
     @classmethod
     @needs_extra("rag", "an index of documents", *_MODULES)
@@ -123,16 +129,6 @@ class CachedRAG:
         if isinstance(name := reranking.reranker, str):
             reranking = replace(reranking, reranker=cross_encoder(name, loading["device"]))
         return cls(folder, reading, reranking)
-
-    @property
-    def path(self) -> Path:
-        """The index's folder."""
-        return self._folder.path
-
-    @property
-    def index(self) -> DocumentIndex:
-        """The documents and their chunks, without models."""
-        return self._folder.index
 
     @property
     def settings(self) -> dict[str, str]:

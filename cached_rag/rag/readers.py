@@ -15,9 +15,8 @@ from pathlib import Path
 
 from cached_rag.errors import DocumentError, MissingPackageError, needs_extra
 from cached_rag.rag.document import (
-    MAX_BYTES,
-    MAX_CHARACTERS,
     Document,
+    DocumentLimits,
     Part,
     assembled,
     limited,
@@ -73,24 +72,21 @@ _SHORT = 3
 
 
 def load_document(
-    path: Path | str,
-    max_bytes: int = MAX_BYTES,
-    max_characters: int = MAX_CHARACTERS,
-    inside: Path | None = None,
+    path: Path | str, limits: DocumentLimits | None = None, inside: Path | None = None
 ) -> Document:
     """Read one file, in this process and without a limit on time and memory.
 
     `CachedRAG` reads in a process of its own, see `reading_process.py`.
 
     Args:
-        max_bytes, max_characters: see `DocumentLimits`.
+        limits: those of bytes and characters count; None for the usual ones.
         inside: the file itself, or a folder in which it has to lie, with all links followed; None
             for wherever the path leads now.
 
     Raises:
         DocumentError: unknown format, too large, unreadable, encrypted, without text, or elsewhere.
     """
-    path = Path(path)
+    path, limits = Path(path), limits or DocumentLimits()
     suffix = path.suffix.lower()
     reader = READERS.get(suffix)
     if reader is None:
@@ -99,8 +95,8 @@ def load_document(
         raise DocumentError(f"{shown(path)}: no reader for {kind}; known: {known}")
     copy = path
     try:
-        with private_copy(path, inside or path.resolve(), max_bytes) as copy:
-            document = _read(copy, reader, path, max_characters)
+        with private_copy(path, inside or path.resolve(), limits.max_document_bytes) as copy:
+            document = _read(copy, reader, path, limits.max_characters)
             is_empty = copy.stat().st_size == 0
     except Exception as error:  # by the path, the system, or a parser, which can raise anything
         raise _said_of(path, copy, error) from error
@@ -231,12 +227,7 @@ def _read_by_kreuzberg(path: Path) -> str:
 
 def _by(module: str, function: str) -> Callable[[Path], Iterable[Part]]:
     """A reader that is imported when it is used, with the libraries that it needs."""
-
-    def read(path: Path) -> Iterable[Part]:
-        parts: Iterable[Part] = getattr(import_module(f"cached_rag.rag.{module}"), function)(path)
-        return parts
-
-    return read
+    return lambda path: getattr(import_module(f"cached_rag.rag.{module}"), function)(path)
 
 
 def is_built_in(path: Path | str) -> bool:

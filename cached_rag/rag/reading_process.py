@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -25,7 +25,7 @@ from threading import Thread
 import psutil
 
 from cached_rag.errors import ConfigError, DocumentError
-from cached_rag.rag.document import Document, DocumentLimits, shown, too_long
+from cached_rag.rag.document import Document, DocumentLimits, beyond, shown, too_long
 from cached_rag.rag.readers import is_built_in, load_document
 
 # How often the process is looked at.
@@ -71,7 +71,8 @@ class ConfinedReader:
         self._limits = limits
         self._inside = documents.resolve()
         self._process: subprocess.Popen[bytes] | None = None
-        self._copies: TemporaryDirectory[str] | None = None
+        # A folder for its copies; its own, so that what a killed process leaves behind goes.
+        self._folder = ExitStack()
 
     def __enter__(self) -> ConfinedReader:
         return self
@@ -87,16 +88,13 @@ class ConfinedReader:
             ConfigError: no other process can be begun.
         """
         limits = self._limits
-        if not (limits.need_a_process and is_built_in(path)):
-            return load_document(
-                path, limits.max_document_bytes, limits.max_characters, self._inside
-            )
+        is_limited = (limits.parse_seconds, limits.parse_memory_bytes) != (None, None)
+        if not (is_limited and is_built_in(path)):
+            return load_document(path, limits, self._inside)
         wanted = {
             "path": str(Path(path).absolute()),
-            "max_bytes": limits.max_document_bytes,
-            "max_characters": limits.max_characters,
+            "limits": vars(limits),
             "inside": str(self._inside),
-            "seconds": limits.parse_seconds,
         }
         try:
             found = json.loads(self._answer(path, json.dumps(wanted).encode() + b"\n"))
@@ -145,16 +143,11 @@ class ConfinedReader:
     def _check(self, path: Path | str, pid: int, passed: float) -> None:
         limits = self._limits
         if limits.parse_seconds is not None and passed > limits.parse_seconds:
-            raise DocumentError(
-                f"{shown(path)}: takes more than {limits.parse_seconds:g} s to read; remove or "
-                "split it, or raise the limit (parse_seconds=, --parse-seconds)"
-            )
+            said = f"takes more than {limits.parse_seconds:g} s to read"
+            raise beyond("parse_seconds", f"{shown(path)}: {said}")
         if limits.parse_memory_bytes is not None and _resident(pid) > limits.parse_memory_bytes:
-            raise DocumentError(
-                f"{shown(path)}: takes more than {limits.parse_memory_bytes} bytes of memory to "
-                "read; remove or split it, or raise the limit (parse_memory_bytes=, "
-                "--parse-memory-bytes)"
-            )
+            said = f"takes more than {limits.parse_memory_bytes} bytes of memory to read"
+            raise beyond("parse_memory_bytes", f"{shown(path)}: {said}")
 
     def _begun(self) -> subprocess.Popen[bytes]:
         """The process, begun if there is none."""
@@ -162,13 +155,12 @@ class ConfinedReader:
             python = [sys.executable, "-I", "-W", "ignore", "-X", f"utf8={sys.flags.utf8_mode}"]
             modules = json.dumps(trusted_path(self._inside))
             try:
-                # Of its own, so that what a killed process leaves behind goes.
-                self._copies = TemporaryDirectory(prefix="cached-rag-")
+                copies = self._folder.enter_context(TemporaryDirectory(prefix="cached-rag-"))
                 known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
                 self._process = subprocess.Popen(
                     [*python, "-c", _CODE, modules, str(_PACKAGE)],
-                    cwd=self._copies.name,
-                    env=known | dict.fromkeys(_TEMPORARY, self._copies.name),
+                    cwd=copies,
+                    env=known | dict.fromkeys(_TEMPORARY, copies),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
@@ -189,9 +181,7 @@ class ConfinedReader:
                 assert pipe is not None
                 with suppress(OSError):  # what was written and never read cannot be flushed
                     pipe.close()
-        if self._copies is not None:
-            self._copies.cleanup()
-            self._copies = None
+        self._folder.close()
 
 
 def _ask(
@@ -256,12 +246,12 @@ def main() -> None:
         os.dup2(nothing.fileno(), 1)
         for line in sys.stdin:
             wanted = json.loads(line)
-            if wanted["seconds"] is not None:
-                late = wanted["seconds"] + _GRACE
+            limits = DocumentLimits(**wanted["limits"])
+            if limits.parse_seconds is not None:
+                late = limits.parse_seconds + _GRACE
                 faulthandler.dump_traceback_later(late, exit=True, file=nothing)
-            limits = wanted["max_bytes"], wanted["max_characters"]
             try:
-                found = vars(load_document(wanted["path"], *limits, Path(wanted["inside"])))
+                found = vars(load_document(wanted["path"], limits, Path(wanted["inside"])))
             except DocumentError as error:
                 found = {"error": str(error)}
             answers.write(json.dumps(found) + "\n")

@@ -79,27 +79,20 @@ class Hit:
     metadata: Metadata = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        return f"{self.score:.2f}  {self._name}  {self._title}"
+        page = f" p. {self.metadata['page']}" if "page" in self.metadata else ""
+        is_long = len(self.title) > _TITLE
+        title = f"{self.title[:_TITLE].rstrip()} ..." if is_long else self.title
+        return f"{self.score:.2f}  {shown(self.source)} #{self.ordinal}{page}  {title}"
 
     def __repr__(self) -> str:
-        return f"<Hit {self.score:.2f} {self._name} {self._title!r}>"
-
-    @property
-    def _name(self) -> str:
-        page = f" p. {self.metadata['page']}" if "page" in self.metadata else ""
-        return f"{shown(self.source)} #{self.ordinal}{page}"
-
-    @property
-    def _title(self) -> str:
-        is_long = len(self.title) > _TITLE
-        return f"{self.title[:_TITLE].rstrip()} ..." if is_long else self.title
+        return f"<Hit {self}>"
 
 
 # What the values of some fields have to be, by the fields' names; or a function that judges a hit.
 Where = Mapping[str, object] | Callable[[Hit], bool]
 
 
-def judge(where: Where, known: Collection[str]) -> Callable[[Hit], bool]:
+def judge(where: Mapping[str, object], known: Collection[str]) -> Callable[[Hit], bool]:
     """A filter as a function of a hit.
 
     Args:
@@ -111,8 +104,6 @@ def judge(where: Where, known: Collection[str]) -> Callable[[Hit], bool]:
     Raises:
         ConfigError: a field that no chunk has, or a value of another kind.
     """
-    if callable(where):
-        return where
     for name, wanted in where.items():
         if name not in FIELDS and name not in known:
             names = ", ".join([*FIELDS, *sorted(known)])
@@ -229,12 +220,10 @@ class Search:
             ConfigError: a filter by what no chunk has; or SQLite cannot search for words.
         """
         with self._lock:
-            index = self._index()
-            words = self._index_of_words() if by != "vectors" else None
+            index, words = self._refreshed(has_words=by != "vectors")
         if index is None:
             return []
-        fits = where if callable(where) else None
-        among = None if where is None or callable(where) else self._fitting(where)
+        among = self._fitting(where) if isinstance(where, Mapping) else None
         total = index.ntotal if among is None else len(among)
         vector = vector.astype(np.float32)
         hits: dict[str, Hit] = {}
@@ -250,7 +239,7 @@ class Search:
             # Those of one score stand in any order: a wider search may have others first.
             new = {chunk: score for chunk, score in found.items() if chunk not in seen}
             for hit in self._hits(list(new), list(new.values())):
-                if fits is None or fits(hit):
+                if not callable(where) or where(hit):
                     hits.setdefault(hit.text, hit)
             seen.update(new)
         return list(hits.values())[:k]
@@ -285,40 +274,42 @@ class Search:
                 place = int(str(ordinal))
                 yield Hit(str(text), sources[chunk], str(title), place, score, _known(known))
 
+    def _refreshed(self, *, has_words: bool) -> tuple[Any, WordSearch | None]:
+        """FAISS over all vectors, None without any, and the words, as the file has them now."""
+        now = (self._database.version(), self._changes)  # before the file is read
+        if now != self._built:
+            self._faiss, self._built = self._index(), now
+        if has_words and now != self._words_of:
+            self._read_words()
+            self._words_of = now
+        return self._faiss, self._words if has_words else None
+
     def _index(self) -> Any:
-        """FAISS over all vectors, built anew if the file has changed; None without vectors."""
+        """FAISS over all vectors; None without any."""
         import faiss
 
-        now = (self._database.version(), self._changes)  # before the file is read
-        if now == self._built:
-            return self._faiss
         # Vectors that are not as long as most others are damaged.
         rows = self._database.rows(
             "SELECT id, vector FROM chunks WHERE length(vector) = (SELECT length(vector)"
             " FROM chunks GROUP BY 1 ORDER BY count(*) DESC LIMIT 1) AND typeof(vector) = 'blob'"
             " AND length(vector) % 4 = 0"
         )
-        self._faiss = None
-        if rows:
-            vectors = np.stack([np.frombuffer(data, np.float32) for _, data in rows])  # type: ignore[call-overload]
-            self._faiss = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
-            self._faiss.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
-        self._built = now
-        return self._faiss
+        if not rows:
+            return None
+        vectors = np.stack([np.frombuffer(data, np.float32) for _, data in rows])  # type: ignore[call-overload]
+        index = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
+        index.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
+        return index
 
-    def _index_of_words(self) -> WordSearch:
-        """The words of all chunks; those that came or went since the last time are brought in."""
-        now = (self._database.version(), self._changes)  # before the file is read
-        if self._words is None:
-            self._words = WordSearch()
-        if now != self._words_of:
-            kept = dict(self._database.read(_numbered, "SELECT id, checksum FROM chunks"))
-            self._words.drop(one for one, sum_ in self._read.items() if kept.get(one) != sum_)
-            new = [one for one, sum_ in kept.items() if self._read.get(one) != sum_]
-            query = f"SELECT id, text FROM chunks WHERE id IN {_LISTED}"
-            self._words.add(self._database.read(_numbered, query, json.dumps(new)))
-            self._read, self._words_of = kept, now
-        return self._words
+    def _read_words(self) -> None:
+        """Bring in the words of chunks that came or went since the last time."""
+        self._words = self._words or WordSearch()
+        kept = dict(self._database.read(_numbered, "SELECT id, checksum FROM chunks"))
+        self._words.drop(one for one, sum_ in self._read.items() if kept.get(one) != sum_)
+        new = [one for one, sum_ in kept.items() if self._read.get(one) != sum_]
+        query = f"SELECT id, text FROM chunks WHERE id IN {_LISTED}"
+        self._words.add(self._database.read(_numbered, query, json.dumps(new)))
+        self._read = kept
 
 
 def _numbered(number: int, value: object) -> tuple[int, str]:

@@ -16,10 +16,12 @@ from operator import add, eq, ge, gt, le, lt, ne
 from pathlib import Path
 from typing import Any
 
+from lxml import etree
+
 from cached_rag.errors import needs_extra
 from cached_rag.rag.document import Metadata, Part
 from cached_rag.rag.html import tree_parts
-from cached_rag.rag.office import Archive, local, says
+from cached_rag.rag.office import Archive, says
 
 # What a format has beside digits: colours and conditions, a currency, room for a character, a
 # character as it is, text in quotes.
@@ -262,7 +264,7 @@ class _ListStyles:
 def _write(body: Any, hidden: set[str], numbers: _ListStyles) -> None:
     """Give the elements of a tree HTML's names."""
     for element in list(body.iter("{*}*")):
-        name = local(element)
+        name = etree.QName(element).localname
         if name in _HIDDEN or says(element, "style-name") in hidden:
             element.set("hidden", "")
         element.tag = _TAGS.get(name, "span")

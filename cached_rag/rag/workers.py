@@ -18,21 +18,19 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from cached_rag.config import StoreConfig
 from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError, needs_extra
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.options import require
 from cached_rag.rag.answer import Prompts
-from cached_rag.rag.chunks import EMBED_CHUNKS, TITLE_TOKENS, Chunk, Embedder, Embeddings, Splitter
+from cached_rag.rag.chunks import TITLE_TOKENS, Chunk, Embedder, Embeddings, Splitter, embedded
 from cached_rag.rag.document import Document, DocumentLimits
 from cached_rag.rag.folder import IndexFolder, contexts
-from cached_rag.rag.progress import Say
 from cached_rag.rag.reading_process import ConfinedReader
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from cached_rag.engine.engine import Engine
@@ -52,13 +50,9 @@ class Preparation:
         Raises:
             ConfigError: chunks as long as these settings have them exceed the model's context.
         """
-
-        def count_tokens(text: str) -> int:
-            return len(engine.tokenization.literal(text))
-
         chunk_tokens = int(settings["chunk_tokens"])
         self.engine, self.embedder = engine, embedder
-        self.splitter = Splitter(count_tokens, chunk_tokens)
+        self.splitter = Splitter(lambda text: len(engine.tokenization.literal(text)), chunk_tokens)
         self.contexts = contexts(settings)
         self._head = Prompts(engine, settings["system"]).head()
         room, before = engine.model.context_length, engine.count_tokens(self._head)
@@ -68,14 +62,6 @@ class Preparation:
             f"({before}) exceed the model's context of {room}; choose smaller chunk_tokens in a "
             "new index, or a shorter system prompt",
         )
-
-    def embedded(self, texts: Sequence[str], say: Say = lambda *_: None) -> NDArray[np.float32]:
-        """(len(texts), dim) float32; part by part, so that a bar moves in long documents."""
-        parts = []
-        for begin in range(0, max(1, len(texts)), EMBED_CHUNKS):
-            say(f"embedding {len(texts)} chunks", begin / max(1, len(texts)))
-            parts.append(self.embedder.embed(texts[begin : begin + EMBED_CHUNKS]))
-        return np.concatenate(parts)
 
     def encode(
         self,
@@ -251,7 +237,7 @@ class IngestWorker:
                 texts[task.source] = [chunk.text for chunk in chunks]
                 made = PreparedDocument(task.source, content(document))
                 if made.digest != task.known:
-                    vectors = self.preparation.embedded(texts[task.source])
+                    vectors = embedded(self.preparation.embedder, texts[task.source])
                     made = replace(made, chunks=tuple(chunks), vectors=vectors)
                 documents.append(made)
         parts = ([*group.values()] for group in groups(texts))

@@ -163,7 +163,7 @@ def document(engine, said, tmp_path):
     with CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding()) as rag:
         assert rag.ingest(path, progress=False).added == 1
         texts = [hit.text for hit in rag.search("copper")]
-        prompts = rag._folder.prompts
+        prompts = rag._asking().prompts
         assert "".join(said.split()) in "".join("".join(texts).split())
         return prompts.rendered(prompts.messages(said, texts))
 

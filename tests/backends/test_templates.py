@@ -127,7 +127,7 @@ def test_documents_are_asked_with_such_templates(template, system, tmp_path):
         assert first.report.cached_tokens > 0
         again = rag.ask("And the lamp?", k=2, max_tokens=2, history=[first])
         assert again.report.modules_hit == 2
-        prompts = rag._folder.prompts
+        prompts = rag._asking().prompts
         rendered = prompts.rendered(prompts.messages("?", CHUNKS[:1])).text
         role = "user" if system == "" or template in (STRICT, DEAF) else "system"
         opening = f"<|im_start|>{role}\n" if template == TEMPLATE else f"[{role}]"

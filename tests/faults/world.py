@@ -76,7 +76,7 @@ def right_kv() -> dict[tuple[int, ...], list[ModuleKV]]:
         clean.encode(TEXTS, context=None)
         clean.encode(TEXTS, context=PRIMER)
         with CachedRAG.open(nowhere(), engine=clean, embedding=WordEmbedding()) as rag:
-            clean.encode(TEXTS, rag._folder.prompts.head(), context=(PRIMER, None))
+            clean.encode(TEXTS, rag._asking().prompts.head(), context=(PRIMER, None))
         for tier in clean.library.shelf.memory:
             for kv in tier._entries.values():
                 found.setdefault(kv.token_ids, []).append(kv)

@@ -109,8 +109,8 @@ def test_no_damage_to_documents_is_a_raw_error_or_another_text(documents):
     for _ in damages(documents, 157):
         try:
             with closing(DocumentIndex(documents)) as index:
-                index.settings(), index.sources(), index.documents(), index.roots.all()
-                index.count(), index.pending(), index.holds("a.txt", "digest"), index.check()
+                index.settings(), index.roots.sources(), index.documents(), index.roots.all()
+                index.count(), index.pending(), index.digest("a.txt"), index.check()
                 for found in (index.texts("a.txt"), [h.text for h in index.search(VECTORS[0], 3)]):
                     assert set(found) <= texts
         except StoreError:
@@ -163,11 +163,11 @@ def test_a_damaged_chunk_is_left_out_named_and_restored(documents, damage, caplo
         assert len(index.texts("a.txt")) == 2
         assert "ingest the documents again" in caplog.text
         assert any("damaged" in problem.reason for problem in index.check())
-        assert not index.holds("a.txt", "digest")
+        assert not index.digest("a.txt")
         put_document(index)
         assert len(index.search(VECTORS.sum(0), 3)) == 3
         assert index.check() == []
-        assert index.holds("a.txt", "digest")
+        assert index.digest("a.txt")
 
 
 def test_damaged_titles_are_noticed(documents):

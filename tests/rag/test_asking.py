@@ -182,7 +182,7 @@ def test_a_follow_ups_chunks_come_from_cache_behind_the_same_beginning(rag, call
     again = rag.ask("And why?", history=[first], **GREEDY)
     assert (again.report.modules_hit, again.report.modules_missed) == (2, 0)
     assert again.report.cached_tokens >= first.report.cached_tokens
-    head = rag._folder.prompts.head().text
+    head = rag._asking().prompts.head().text
     assert all(prompt.startswith(head) for prompt in prompts_in(calls))
     one, other = prompts_in(calls)
     assert [hit.text for hit in again.sources] == [hit.text for hit in first.sources]
@@ -209,7 +209,7 @@ def test_what_is_printed_is_short_and_hides_nothing(rag):
     answer = rag.ask(QUESTION, **GREEDY)
     best = answer.sources[0]
     assert str(best) == f"{best.score:.2f}  docs/b.txt #0  {best.title}"
-    assert repr(answer.sources[:1]) == f"(<Hit {best.score:.2f} docs/b.txt #0 {best.title!r}>,)"
+    assert repr(answer.sources[:1]) == f"(<Hit {best.score:.2f}  docs/b.txt #0  {best.title}>,)"
     assert CHUNKS[1] in best.text
     assert str(answer) == answer.text
     assert repr(answer) == f"<Answer {answer.text!r}, 2 sources>"
@@ -274,7 +274,7 @@ def test_a_chat_goes_on_from_chunks_that_it_has(rag):
 @pytest.mark.parametrize("bad", [{"k": 1000}, {"k": 0}, {"min_score": 5}, {"min_score": -1.5}])
 def test_numbers_out_of_range_are_refused(rag, way, bad):
     call = rag.chat if way == "chat" else partial(getattr(rag, way), QUESTION)
-    with pytest.raises(ConfigError, match=r"from 1 to 100|from -1 to 1"):
+    with pytest.raises(ConfigError, match=r"k must be 1 to 100|min_score must be -1 to 1"):
         call(**bad)
 
 

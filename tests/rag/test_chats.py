@@ -213,7 +213,7 @@ def test_what_outgrows_the_context_is_forgotten_by_halves_and_said(rag, monkeypa
 
 
 def test_a_bad_setting_or_question_says_so(rag):
-    with pytest.raises(ConfigError, match="k, the number"):
+    with pytest.raises(ConfigError, match="k must be 1 to 100"):
         rag.chat(k=0)
     with pytest.raises(ConfigError):
         rag.chat(unknown=1)

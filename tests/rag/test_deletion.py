@@ -328,8 +328,8 @@ def test_an_ingest_takes_back_what_others_delete_meanwhile(tmp_path, docs, monke
         encode = Engine.encode
 
         def deleted_first(self, *args, **options):
-            if other.index.sources():
-                other.delete(other.index.sources()[0])
+            if other.index.roots.sources():
+                other.delete(other.index.roots.sources()[0])
             return encode(self, *args, **options)
 
         monkeypatch.setattr(Engine, "encode", deleted_first)

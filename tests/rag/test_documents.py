@@ -12,7 +12,7 @@ from cached_rag import ConfigError
 from cached_rag.cli.bench import CORPUS
 from cached_rag.errors import DocumentError
 from cached_rag.rag.chunks import Chunk, Splitter
-from cached_rag.rag.document import Document
+from cached_rag.rag.document import Document, DocumentLimits
 from cached_rag.rag.finding import look_at
 from cached_rag.rag.index import DocumentIndex
 from cached_rag.rag.readers import load_document
@@ -169,7 +169,7 @@ def test_encrypted_and_huge_files_are_refused(tmp_path):
         load_document(tmp_path / "x.pdf")
     (tmp_path / "y.txt").write_text("more than ten bytes")
     with pytest.raises(DocumentError, match="split the file"):
-        load_document(tmp_path / "y.txt", max_bytes=10)
+        load_document(tmp_path / "y.txt", DocumentLimits(max_document_bytes=10))
 
 
 _W = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"

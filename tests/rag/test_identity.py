@@ -139,10 +139,8 @@ def test_deleting_takes_sources_and_paths_and_says_what_went(rag, docs, monkeypa
     assert (first.source, first.chunks, first.kvs) == ("docs/a.txt", 1, 2)
     assert rag.delete(docs / "b.txt").source == "docs/b.txt"
     monkeypatch.chdir(docs)
-    with pytest.raises(DocumentError, match=r"no document c.txt; near it are docs/deep/c.txt"):
+    with pytest.raises(DocumentError, match=r"no document c.txt; name one that it has"):
         rag.delete("c.txt")
-    with pytest.raises(DocumentError, match=r"no document docs/deep; near it are docs/deep/c.txt"):
-        rag.delete("docs/deep")
     assert rag.delete("deep/c.txt").source == "docs/deep/c.txt"
     assert rag.documents() == []
     with pytest.raises(DocumentError, match="cached-rag list"):

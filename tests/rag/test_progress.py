@@ -10,27 +10,23 @@ from indexes import WordEmbedding
 from tqdm import tqdm
 
 from cached_rag import CachedRAG, Engine, StoreConfig
-from cached_rag.rag import progress, workers
+from cached_rag.rag import chunks, progress
 from cached_rag.spi import LanguageModel
 
 
 class Bar(progress.Bar):
-    """Remembers where it stood, and what it said."""
+    """Remembers where it stood."""
 
     made: ClassVar[dict[str, Bar]] = {}
 
     def __init__(self, *args, **options):
-        self.seen, self.said = [0], []
+        self.seen = [0]
         super().__init__(*args, **options)
         self.made[options["desc"]] = self
 
     def update(self, n=1):
         super().update(n)
         self.seen.append(self.n)
-
-    def set_postfix_str(self, s="", refresh=True):
-        super().set_postfix_str(s, refresh)
-        self.said.append(s)
 
 
 @pytest.fixture
@@ -68,14 +64,11 @@ def test_prefilling_counts_tokens_and_moves_within_a_document(rag, bars, long_fi
 
 
 def test_reading_counts_bytes_and_moves_within_a_document(rag, bars, long_file, monkeypatch):
-    monkeypatch.setattr(progress, "LONG_BYTES", 100)
-    monkeypatch.setattr(workers, "EMBED_CHUNKS", 20)
+    monkeypatch.setattr(chunks, "EMBED_CHUNKS", 20)
     rag.ingest(long_file)
     bar, size = bars["reading"], long_file.stat().st_size
     assert bar.n == bar.total == size
     assert len({at for at in bar.seen if 0 < at < size}) > 3
-    chunks = len(rag.index.texts("long.txt"))
-    assert bar.said[:3] == ["reading", "splitting", f"embedding {chunks} chunks"]
 
 
 def test_a_file_that_is_skipped_is_done(rag, bars, tmp_path):
@@ -158,5 +151,5 @@ def test_a_bar_waits_for_no_other_process(monkeypatch):
     with pytest.raises(AssertionError):
         tqdm(disable=True)  # control
     for is_shown in (True, False):
-        with progress.prefilling(1, is_shown=is_shown) as bar:
+        with progress.counting(1, "prefilling", "token", is_shown=is_shown) as bar:
             bar.update(1)

@@ -79,7 +79,7 @@ def test_added_documents_do_not_hide_what_is_old(opened):
 def test_a_read_only_index_says_who_can_mend_it(opened, monkeypatch):
     rag_with(opened, WordEmbedding()).add_texts(TEXTS, progress=False)
     rag = rag_with(opened, Shuffled())
-    monkeypatch.setattr(type(rag.index), "is_read_only", True)
+    monkeypatch.setattr(rag.index._database, "is_read_only", True)
     with pytest.raises(IndexMismatchError, match=r"words is not the one .* read-only"):
         rag.search("copper", k=1)
 

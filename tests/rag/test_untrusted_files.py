@@ -102,7 +102,7 @@ def test_a_file_is_not_read_beyond_its_limit_if_it_grows(docs, monkeypatch):
     file = docs / "deep" / "a.txt"
     monkeypatch.setattr(document.stat, "S_ISREG", lambda _: file.write_text("x" * 1000) > 0)
     with pytest.raises(DocumentError, match="exceed 100;"):
-        load_document(file, max_bytes=100)
+        load_document(file, DocumentLimits(max_document_bytes=100))
 
 
 def test_the_reading_process_knows_no_secret(docs, monkeypatch):
@@ -110,7 +110,7 @@ def test_the_reading_process_knows_no_secret(docs, monkeypatch):
     with ConfinedReader(DocumentLimits(), docs) as reader:
         reader.load(docs / "deep" / "a.txt")
         known = psutil.Process(reader._process.pid).environ()
-        copies = Path(reader._copies.name)
+        copies = Path(known["TMPDIR"])
         assert copies.is_dir()
     assert SECRET not in known.values()
     assert not copies.exists()
