@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import string
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -161,7 +162,7 @@ def find(
     if reranker and hits:
         assert not isinstance(reranker, str)
         hits = _reranked(reranker, text, hits)
-    return hits[: wanted.k], _remarks(near, hits)
+    return hits[: wanted.k], [*_remarks(near, hits), *_unseen(text, hits[: wanted.k])]
 
 
 def check_question(text: str) -> None:
@@ -201,6 +202,20 @@ def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
             f"the nearest chunk is hardly about this (score {best:.2f}); the answer may be made up"
         ]
     return []
+
+
+def _unseen(text: str, hits: Sequence[Hit]) -> list[str]:
+    """What to tell the user about part numbers and the like that no chunk has."""
+    found = "\n".join(hit.text for hit in hits).casefold()
+    words = dict.fromkeys(word.strip(string.punctuation) for word in text.split())
+    named = [word for word in words if len(word) > 2 and any(map(str.isdigit, word))]
+    unseen = [word for word in named if word.casefold() not in found]
+    if not hits or not unseen:
+        return []
+    return [
+        f"no chunk that was found has {', '.join(map(repr, unseen[:3]))}; if a document has it, "
+        'ask for more chunks (k), or search by words (search="words")'
+    ]
 
 
 class Chat:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # The nearest chunks beyond these hardly concern a question, and would take minutes to read.
 MOST_CHUNKS = 100
 SYSTEM = "Answer the question with the help of the documents. Be brief and exact."
-SEARCHES = ("hybrid", "vectors", "words")
+SEARCHES = ("auto", "hybrid", "vectors", "words")
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +48,8 @@ class IndexConfig:
             prompt is exact: a pass more, and twice the disk.
         system: the system prompt that questions are asked under; empty for none.
         search: how chunks are found: by "vectors" (what is meant), by "words" (BM25: part numbers,
-            names), or "hybrid" by both. Each `open` may choose anew.
+            names), by both ("hybrid"), or "auto": by both if the question has a digit, else by
+            vectors. Each `open` may choose anew.
 
     Raises:
         ConfigError: a number of primers, or a way to search, that does not exist.
@@ -60,7 +61,7 @@ class IndexConfig:
     primers: int = 1
     first_exact: bool = True
     system: str = SYSTEM
-    search: str = "vectors"
+    search: str = "auto"
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -214,11 +214,13 @@ class Search:
             vector: (dim,) float32 of unit length.
             where: which chunks may be among them, see `judge`; None for all.
             text: what the vector is of; its words are looked for.
-            by: "vectors", "words", or "hybrid" for both.
+            by: "vectors", "words", "hybrid" for both, or "auto", see `IndexConfig.search`.
 
         Raises:
             ConfigError: a filter by what no chunk has; or SQLite cannot search for words.
         """
+        if by == "auto":  # a part number or a year has no meaning that a vector could hold
+            by = "hybrid" if any(map(str.isdigit, text)) else "vectors"
         with self._lock:
             index, words = self._refreshed(has_words=by != "vectors")
         if index is None:

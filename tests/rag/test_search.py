@@ -73,6 +73,10 @@ def test_words_are_found_beside_vectors_and_scores_stay_cosines(index):
     assert "a.txt" in [hit.source for hit in found]
     assert {hit.source: hit.score for hit in found}["a.txt"] == 0.0
     assert "a.txt" not in [hit.source for hit in index.search(near, 3, text="TX-245")]
+    named = index.search(near, 3, text="TX-245", by="auto")
+    assert named == found  # it has a number
+    said = index.search(near, 3, text="Where is the bearing?", by="auto")
+    assert said == index.search(near, 3, text="Where is the bearing?") != named
 
 
 @pytest.mark.parametrize("by", ["words", "hybrid"])
@@ -125,7 +129,7 @@ def test_min_score_stays_a_cosine(opened, docs):
 
 
 def test_another_way_to_search_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="hybrid, vectors, words"):
+    with pytest.raises(ConfigError, match="auto, hybrid, vectors, words"):
         CachedRAG.open(tmp_path, search="bm25", embedding=WordEmbedding())
 
 
