@@ -117,12 +117,6 @@ def each(layered: Layered, change: Callable[[torch.Tensor], torch.Tensor]) -> La
     return layered.each(change) if isinstance(layered, Ragged) else change(layered)
 
 
-def even(layered: Layered) -> torch.Tensor:
-    """The one tensor of layers that are alike."""
-    assert isinstance(layered, torch.Tensor)
-    return layered
-
-
 def by_layer(layered: Layered) -> Sequence[torch.Tensor] | Ragged:
     """Something that gives each layer's tensor by its number, quickly."""
     return layered if isinstance(layered, Ragged) else layered.unbind(0)
@@ -144,13 +138,6 @@ class KVShapes:
     layers: tuple[LayerShape | None, ...]
     dtype: torch.dtype
     device: torch.device
-
-    @classmethod
-    def even(
-        cls, num_layers: int, shape: LayerShape, dtype: torch.dtype, device: torch.device
-    ) -> KVShapes:
-        """Of a model whose layers are alike."""
-        return cls((shape,) * num_layers, dtype, device)
 
     @property
     def num_layers(self) -> int:
@@ -182,12 +169,6 @@ class KVShapes:
     def is_even(self) -> bool:
         """Whether all layers are alike."""
         return len(self.kinds) == 1 and None not in self.layers
-
-    @property
-    def only(self) -> LayerShape:
-        """What each layer keeps, of a model whose layers are alike."""
-        (kind,) = self.kinds
-        return kind
 
     @property
     def bytes_per_token(self) -> int:

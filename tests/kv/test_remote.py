@@ -388,7 +388,7 @@ def test_what_fails_later_shows_no_password_either(tiers):
 
 def sizes(context_length=100) -> Sizes:
     kv = module(0)
-    shapes = KVShapes.even(3, LayerShape(2, 4, 4), kv.keys.dtype, torch.device("cpu"))
+    shapes = KVShapes((LayerShape(2, 4, 4),) * 3, kv.keys.dtype, torch.device("cpu"))
     return Sizes(shapes, context_length, vocab_size=50)
 
 
