@@ -6,6 +6,7 @@ the text's KV may have. Knows SQLite; knows no tensor.
 
 from __future__ import annotations
 
+import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -192,16 +193,13 @@ class Catalog:
 
     def makers_of(self, text_digests: Iterable[str]) -> list[Maker]:
         """Other models that know some of these texts."""
-        query = f"{_MODULES} AND text_digest = ?"
-        digests = list(text_digests)
-        return [
-            maker
-            for maker in self.makers()
-            if maker.model != self.maker.model
-            and any(
-                self.database.rows(query, maker.model, self.namespace, name) for name in digests
-            )
-        ]
+        known = "SELECT 1 FROM modules WHERE model = makers.model AND namespace = ?"
+        query = (
+            "SELECT model, name, dtype FROM makers WHERE model != ? AND EXISTS"
+            f" ({known} AND text_digest IN (SELECT value FROM json_each(?))) ORDER BY id"
+        )
+        listed = json.dumps([*text_digests])
+        return self.database.read(Maker, query, self.maker.model, self.namespace, listed)
 
     def namespaces(self) -> list[str]:
         """The tenants that have modules, prefixes or schemas of this model."""

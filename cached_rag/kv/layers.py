@@ -26,11 +26,6 @@ class LayerShape:
     key_dim: int
     value_dim: int
 
-    @property
-    def width(self) -> int:
-        """How many numbers that are."""
-        return self.heads * (self.key_dim + self.value_dim)
-
 
 class Ragged:
     """A tensor for each layer, where layers differ; those of equal layers are views of one stack.
@@ -173,7 +168,8 @@ class KVShapes:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return sum(shape.width for shape in self.layers if shape) * self.dtype.itemsize
+        numbers = (one.heads * (one.key_dim + one.value_dim) for one in self.layers if one)
+        return sum(numbers) * self.dtype.itemsize
 
     def empty(self, *size: int) -> tuple[Layered, Layered]:
         """Uninitialised keys and values.

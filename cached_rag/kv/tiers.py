@@ -109,9 +109,6 @@ class MemoryStore(Listed):
         self.device = device
         self.held: dict[str, ModuleKV] = {}
 
-    def __len__(self) -> int:
-        return len(self.held)
-
     def __contains__(self, key: str) -> bool:
         return key in self.held and self._entry(key) is not None  # the table tells who is over
 
