@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,6 @@ from cached_rag.config import KeepsRepaired
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.kept import least_worth
 from cached_rag.kv.rows import RowKV, Run
-
-if TYPE_CHECKING:
-    from cached_rag.library.archive import PromptArchive
 
 _log = logging.getLogger(__name__)
 # Fewest tokens of KV that are shared. Every shared run costs a kernel call in each layer,
@@ -126,6 +123,24 @@ class PromptKV:
         return min(places, default=None)
 
 
+class Disk(Protocol):
+    """What is kept beyond memory; `PromptArchive` implements it."""
+
+    def prompts(self, namespace: str) -> list[PromptKV]:
+        """A tenant's kept prompts, without their KV."""
+
+    def bring(
+        self, namespace: str, usable: Callable[[PromptKV], int], least: int
+    ) -> PromptKV | None:
+        """That of which more than `least` tokens are usable, and most, with its KV; or None."""
+
+    def offer(self, prompt: PromptKV, supersedes: Callable[[PromptKV], bool]) -> None:
+        """Write one, in place of those that it can stand for."""
+
+    def forget(self, namespace: str, text_digest: str, token_ids: Ids) -> None:
+        """Delete those with a text."""
+
+
 class Sequences:
     """The cache. What costs least to compute again is dropped first. Safe for several threads.
 
@@ -133,11 +148,7 @@ class Sequences:
     """
 
     def __init__(
-        self,
-        max_bytes: int,
-        *,
-        keeps_repaired: KeepsRepaired = True,
-        disk: PromptArchive | None = None,
+        self, max_bytes: int, *, keeps_repaired: KeepsRepaired = True, disk: Disk | None = None
     ) -> None:
         """Make an empty cache.
 
