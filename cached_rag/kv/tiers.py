@@ -154,8 +154,8 @@ class MemoryStore(Listed):
         return bool(gone)
 
     def _drop(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            del self.held[entry.key]
+        for entry in entries:  # Ctrl-C may have come between table and modules
+            self.held.pop(entry.key, None)
 
 
 class TieredStore:
