@@ -9,7 +9,7 @@ from conftest import RELOCATABLE, random_ids, tiny_model
 
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import stacks_of
-from cached_rag.library.encode import encode_chunks, encode_prefix
+from cached_rag.library.encode import encode_chunks
 from cached_rag.methods import Layout
 
 TOLERANCE = 1e-4
@@ -41,7 +41,7 @@ def three_modules(model):
     """Prefix, three modules encoded behind it, a question; and all their ids."""
     prefix_ids, question = random_ids(PREFIX, 1), random_ids(QUESTION, 2)
     modules = [tuple(random_ids(MODULE, seed)) for seed in (3, 4, 5)]
-    prefix = encode_prefix(model, prefix_ids)
+    (prefix,) = encode_chunks(model, [None], [tuple(prefix_ids)])
     by_ids = {kv.token_ids: kv for kv in encode_chunks(model, [prefix], modules)}
     ids = [*prefix_ids, *(t for m in modules for t in m), *question]
     return prefix, [by_ids[m] for m in modules], ids

@@ -37,7 +37,7 @@ from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import ChunkRecord, Maker, inner_ids
-from cached_rag.kv.eviction import until_when
+from cached_rag.kv.entries import until_when
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.remote import RemoteTier, open_remote
 from cached_rag.kv.wire import Sizes

@@ -303,12 +303,9 @@ def _checksum(
     ids: torch.Tensor,
     secret: bytes = b"",
 ) -> str:
-    """Of a file's header (layers' checksums included), tensor shapes and token ids.
-
-    xxh3-128, or BLAKE2b with a secret.
-    """
+    """Of a file's header (layers' checksums included), tensor shapes and token ids."""
     shapes = [(name, str(dtype), shape) for name, (dtype, shape) in sorted(layouts.items())]
-    state = _signer(secret) if secret else xxhash.xxh3_128()
+    state = hasher(secret)
     state.update(json.dumps([sorted(header.items()), shapes]).encode())
     state.update(ids.contiguous().view(torch.uint8).numpy().data)
     return str(state.hexdigest())
@@ -317,6 +314,11 @@ def _checksum(
 def signer_name(secret: bytes) -> str:
     """Tells those who have a secret from others; empty if there is none."""
     return _signer(secret).hexdigest() if secret else ""
+
+
+def hasher(secret: bytes) -> hashlib.blake2b | xxhash.xxh3_128:
+    """Begins a checksum (XXH3), or a signature (BLAKE2b) with a secret; of 16 bytes both."""
+    return _signer(secret) if secret else xxhash.xxh3_128()
 
 
 def _signer(secret: bytes) -> hashlib.blake2b:

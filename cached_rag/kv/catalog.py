@@ -6,9 +6,10 @@ the text's KV may have. Knows SQLite; knows no tensor.
 
 from __future__ import annotations
 
+import json
 import logging
 from array import array
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -192,16 +193,13 @@ class Catalog:
 
     def makers_of(self, text_digests: Iterable[str]) -> list[Maker]:
         """Other models that know some of these texts."""
-        query = f"{_MODULES} AND text_digest = ?"
-        digests = list(text_digests)
-        return [
-            maker
-            for maker in self.makers()
-            if maker.model != self.maker.model
-            and any(
-                self.database.rows(query, maker.model, self.namespace, name) for name in digests
-            )
-        ]
+        known = "SELECT 1 FROM modules WHERE model = makers.model AND namespace = ?"
+        query = (
+            "SELECT model, name, dtype FROM makers WHERE model != ? AND EXISTS"
+            f" ({known} AND text_digest IN (SELECT value FROM json_each(?))) ORDER BY id"
+        )
+        listed = json.dumps([*text_digests])
+        return self.database.read(Maker, query, self.maker.model, self.namespace, listed)
 
     def namespaces(self) -> list[str]:
         """The tenants that have modules, prefixes or schemas of this model."""
@@ -281,10 +279,9 @@ class Catalog:
     def keys(self) -> Iterator[str]:
         """All keys that KV of this model and tenant may have; see `damage`, too."""
         model = self.maker.model
-        behinds = self.behinds(model)
-        for _, module in self.modules():
-            yield from self.keys_of(model, module.token_ids, behinds)
-        for ids, _ in behinds:
+        for _, found in self.keys_by_text():
+            yield from found
+        for ids, _ in self.behinds(model):
             yield from self.keys_of(model, ids, [_ALONE])
         query = "SELECT token_ids, context FROM others WHERE model = ? AND namespace = ?"
         for packed, context in self.database.rows(query, *self._scope):
@@ -302,16 +299,12 @@ class Catalog:
             )
             return ()
 
-    def counts(self, held: Container[str]) -> dict[str, int]:
-        """By the digest of its text, how many of a module's keys are among those held."""
+    def keys_by_text(self) -> Iterator[tuple[str, list[str]]]:
+        """Of each module the digest of its text, and the keys that its KV may have."""
         model = self.maker.model
         behinds = self.behinds(model)
-        return {
-            module.text_digest: sum(
-                key in held for key in self.keys_of(model, module.token_ids, behinds)
-            )
-            for _, module in self.modules()
-        }
+        for _, module in self.modules():
+            yield module.text_digest, self.keys_of(model, module.token_ids, behinds)
 
     def keys_of(self, model: str, ids: Sequence[int], behinds: Iterable[Behind]) -> list[str]:
         """The keys of a model's KV of these tokens, encoded behind each of these."""

@@ -15,12 +15,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError, StoreFullError
+from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError
 from cached_rag.kv.blob import SIGNED, SigningError, StoredKV, is_signed, open_blob, write_blob
 from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.database import BRIEFLY_S, Problem
-from cached_rag.kv.entries import Entries, Entry
+from cached_rag.kv.entries import Entry, Listed
 from cached_rag.kv.files import DraftFiles, make_folder
 from cached_rag.kv.fingerprint import module_key
 from cached_rag.kv.tiers import IsWanted
@@ -31,7 +31,7 @@ _INDEX = "index.sqlite"
 _DRAFTS = "drafts"
 
 
-class DiskStore:
+class DiskStore(Listed):
     """A `KVStore` in a folder."""
 
     def __init__(
@@ -48,23 +48,16 @@ class DiskStore:
                 Unsigned files are then replaced by signed ones, but signed ones never by unsigned.
         """
         self.path = Path(os.path.abspath(path))  # the process may change its folder
-        self._secret = (secret or "").encode()
         self.codec = codec_by_name(codec)
-        self.max_bytes = max_bytes
+        super().__init__(self.path / _INDEX, codec, max_bytes)
+        self._secret = (secret or "").encode()
         # By the names of files, whether they are signed as they have to be.
         self._usable: dict[str, bool] = {}
-        self._entries = Entries(self.path / _INDEX)
-        self._database = self._entries.database
         self._drafts = DraftFiles(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
 
     def close(self) -> None:
         """Write down which entries were used lately, and close the index."""
         self._entries.close()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files, of every codec."""
-        return self._entries.nbytes()
 
     def __len__(self) -> int:
         return sum(entry.codec == self.codec.name for entry in self._entries.all())
@@ -121,19 +114,6 @@ class DiskStore:
         codec, path = codec_by_name(entry.codec), self._file(entry)
         return open_blob(path, entry.key, token_ids, codec, entry.checksum, self._secret)
 
-    def touch(self, key: str) -> None:
-        """See `KVStore.touch`."""
-        self._entries.touch(key, self.codec.name)
-
-    def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
-        """See `KVStore.hold`."""
-        with self._database.transaction() as connection:
-            return self._entries.hold(connection, keys, self.max_bytes, pinned=pinned, until=until)
-
-    def ends(self, key: str) -> float:
-        """See `KVStore.ends`."""
-        return self._entries.ends(key, self.codec.name)
-
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """Keep a module; see `KVStore.put`.
 
@@ -142,11 +122,7 @@ class DiskStore:
         """
         with self._drafts.open() as draft:
             nbytes, checksum = write_blob(draft, key, kv, self.codec, self._secret)
-            if self.max_bytes is not None and nbytes > self.max_bytes:
-                raise StoreFullError(
-                    f"a module of {nbytes} bytes exceeds the store's bound of {self.max_bytes}; "
-                    "raise disk_bytes or use smaller chunks"
-                )
+            self._check_size(nbytes, "disk_bytes")
             entry = Entry(key, self.codec.name, os.urandom(8).hex(), nbytes, checksum)
             self._publish(draft, entry, wanted)
 
@@ -248,9 +224,6 @@ class DiskStore:
     def _file(self, entry: Entry) -> Path:
         name = f"{entry.key}.{entry.name}.{entry.codec}.safetensors"
         return self.path / "blobs" / entry.key[:2] / name
-
-    def _entry(self, key: str) -> Entry | None:
-        return self._entries.find(key, self.codec.name)
 
     def _drop(self, entry: Entry) -> None:
         """Delete one file, but none that has replaced it; if that fails, it stays for now."""

@@ -1,6 +1,16 @@
-"""The table of a disk store: its files, and the order in which they leave (see `eviction.py`).
+"""Which KV a store has, and which leaves where room is short: S3-FIFO, as queues in a table.
 
-Knows SQLite; touches no file.
+New entries enter a small queue, a tenth of the room. One that is used there, if only once, moves to
+the main queue; one that is not leaves, and its key is remembered for a while: if it comes back, it
+enters the main queue. There an entry goes round once for each use, up to three, before it leaves.
+So texts that are ingested and never asked for do not push out those that are asked for every day,
+and what was popular last year leaves all the same (docs/scale.md has hit rates). An entry's cost to
+compute again grows with its bytes, in one model, so that neither decides.
+
+What is pinned is in no queue. What has a time to live goes when it is over, whatever its queue.
+
+From S3-FIFO (Yang et al., SOSP 2023, https://doi.org/10.1145/3600006.3613147), section 4. Of what
+is in memory the table is in memory, too. Knows SQLite; knows no KV and no file of it.
 """
 
 from __future__ import annotations
@@ -15,9 +25,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from sqlite3 import Connection
 
-from cached_rag.errors import ClosedError, StoreError
+from cached_rag.errors import ClosedError, ConfigError, StoreError, StoreFullError
 from cached_rag.kv.database import BRIEFLY_S, Database
-from cached_rag.kv.eviction import MOST_USES, PINNED_SHARE, SMALL_SHARE, no_room, too_many_pins
 
 _log = logging.getLogger(__name__)
 _SCHEMA = """
@@ -53,6 +62,10 @@ CREATE TRIGGER IF NOT EXISTS moved AFTER UPDATE OF pinned, is_main ON files BEGI
 END;
 """
 _SELECT = "SELECT key, codec, name, nbytes, checksum FROM files"
+# The small queue's share of the room, and the most uses that count.
+_SMALL_SHARE, _MOST_USES = 0.1, 3
+# What pins may take of the room: the rest is for everybody.
+PINNED_SHARE = 0.5
 # Turns are counted, not timed: clocks go back.
 _NOW = "(SELECT coalesce(max(turn), 0) + 1 FROM files)"
 _THIS = "key = ? AND codec = ?"
@@ -60,14 +73,25 @@ _THIS = "key = ? AND codec = ?"
 _USES_KEPT = 512
 
 
+def until_when(ttl_seconds: float | None) -> float | None:
+    """When so many seconds will be over, in seconds since 1970.
+
+    Raises:
+        ConfigError: the time is not positive.
+    """
+    if ttl_seconds is not None and not ttl_seconds > 0:
+        raise ConfigError(f"a time to live is more than 0 seconds, not {ttl_seconds}")
+    return None if ttl_seconds is None else time.time() + ttl_seconds
+
+
 @dataclass(frozen=True)
 class Entry:
-    """A file of the store.
+    """A file of the store, or a module in memory.
 
     Attributes:
         key: the module's.
         name: drawn at random, so that it differs from any file that this one replaced.
-        nbytes: the file's size.
+        nbytes: the file's size, or the module's.
         checksum: of its header and token ids, see `write_blob`.
 
     Raises:
@@ -150,7 +174,10 @@ class Entries:
             for pins in (True, False):
                 gone += self.evict(connection, max_bytes, entry.nbytes, pinned=pins)
             if (held := self.nbytes()) + entry.nbytes > max_bytes:
-                raise no_room(entry.nbytes, max_bytes - held)
+                raise StoreFullError(
+                    f"a module of {entry.nbytes} bytes does not fit into the {max_bytes - held} "
+                    "that pinned KV leaves; unpin some, or raise the store's bound"
+                )
         sql = f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {_NOW}, ?, ?, ?)"
         connection.execute(sql, (*astuple(entry), is_main, *kept))
         return gone
@@ -180,7 +207,10 @@ class Entries:
         )
         pins = self.nbytes("pinned = 1 AND until > ?", now, table="files")
         if pinned and max_bytes is not None and pins > PINNED_SHARE * max_bytes:
-            raise too_many_pins(pins, max_bytes)
+            raise StoreFullError(
+                f"pinned KV may take {PINNED_SHARE * max_bytes:.0f} of the store's {max_bytes} "
+                f"bytes, and would take {pins}; unpin some, or raise the store's bound"
+            )
         return count
 
     def ends(self, key: str, codec: str) -> float:
@@ -216,7 +246,7 @@ class Entries:
         small, main = (self.nbytes(queue, is_main) for is_main in (0, 1))
         least = PINNED_SHARE * max_bytes if pinned and room else 0
         while excess > 0 and small + main > least:
-            is_small = not main or small >= max(1, SMALL_SHARE * max_bytes)
+            is_small = not main or small >= max(1, _SMALL_SHARE * max_bytes)
             (entry,) = self._those(f"{queue} ORDER BY turn LIMIT 1", not is_small)
             goes_on = not pinned and self._goes_on(connection, entry)
             small -= entry.nbytes if is_small else 0
@@ -261,9 +291,52 @@ class Entries:
             return
         try:
             with self.database.transaction(BRIEFLY_S) as connection:
-                sql = f"UPDATE files SET uses = min({MOST_USES}, uses + ?) WHERE {_THIS}"
+                sql = f"UPDATE files SET uses = min({_MOST_USES}, uses + ?) WHERE {_THIS}"
                 connection.executemany(sql, [(count, *this) for this, count in used.items()])
         except (StoreError, ClosedError) as error:  # a query may end while its store is closed
             _log.info("uses of KV are written down later: %s", error)
             with self._lock:
                 self._used.update(used)
+
+
+class Listed:
+    """What stores have in common whose modules are in such a table; see `KVStore`."""
+
+    def __init__(self, path: Path, codec: str, max_bytes: int | None) -> None:
+        self.max_bytes = max_bytes
+        self._codec_name = codec
+        self._entries = Entries(path)
+        self._database = self._entries.database
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now, in every codec."""
+        return self._entries.nbytes()
+
+    def touch(self, key: str) -> None:
+        """See `KVStore.touch`."""
+        self._entries.touch(key, self._codec_name)
+
+    def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
+        """See `KVStore.hold`."""
+        with self._database.transaction() as connection:
+            return self._entries.hold(connection, keys, self.max_bytes, pinned=pinned, until=until)
+
+    def ends(self, key: str) -> float:
+        """See `KVStore.ends`."""
+        return self._entries.ends(key, self._codec_name)
+
+    def _entry(self, key: str) -> Entry | None:
+        return self._entries.find(key, self._codec_name)
+
+    def _check_size(self, nbytes: int, setting: str) -> None:
+        """Refuse a module that would not fit if there were no other.
+
+        Args:
+            setting: where the bound is set.
+        """
+        if self.max_bytes is not None and nbytes > self.max_bytes:
+            raise StoreFullError(
+                f"a module of {nbytes} bytes exceeds the store's bound of {self.max_bytes}; raise "
+                f"{setting} or use smaller chunks"
+            )

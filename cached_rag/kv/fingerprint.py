@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 
 
@@ -19,7 +20,7 @@ def digest(*parts: str | bytes) -> str:
 
 def ids_digest(token_ids: Sequence[int]) -> str:
     """Digest of tokens, in order."""
-    return digest(b"".join(int(token).to_bytes(4, "little") for token in token_ids))
+    return digest(array("I", token_ids).tobytes())
 
 
 def model_fingerprint(facts: Mapping[str, object]) -> str:

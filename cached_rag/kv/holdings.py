@@ -321,7 +321,7 @@ def held_bytes(folder: Path, texts: Collection[str], encodings: int) -> int | No
     with closing(_disk(folder)) as disk:
         sizes = disk.sizes()
     with closing(_catalog(folder, found[-1].model)) as catalog:
-        counts = catalog.counts(sizes)
+        counts = {name: len(sizes.keys() & keys) for name, keys in catalog.keys_by_text()}
     known = (counts.get(digest(text.strip()), 0) for text in texts)
     return sum(sizes.values()) if all(count >= encodings for count in known) else None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -333,10 +333,3 @@ def _unpacked(module: ModuleKV) -> torch.Tensor:
     assert isinstance(module.values, torch.Tensor)
     rows = module.values.flatten()
     return rows[8 : 8 + int(rows[:8].view(torch.int64)[0])]
-
-
-def pieces_of(prompt: KeptPrompt) -> Iterator[tuple[str, int, int, str | None]]:
-    """Of each piece, in order: its key, first token, the one behind it, and its state's key."""
-    states = {end: key for key, (_, end) in prompt.states.items()}
-    for key, (begin, end) in prompt.pieces.items():
-        yield key, begin, end, states.get(end)

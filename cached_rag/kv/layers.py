@@ -26,11 +26,6 @@ class LayerShape:
     key_dim: int
     value_dim: int
 
-    @property
-    def width(self) -> int:
-        """How many numbers that are."""
-        return self.heads * (self.key_dim + self.value_dim)
-
 
 class Ragged:
     """A tensor for each layer, where layers differ; those of equal layers are views of one stack.
@@ -117,12 +112,6 @@ def each(layered: Layered, change: Callable[[torch.Tensor], torch.Tensor]) -> La
     return layered.each(change) if isinstance(layered, Ragged) else change(layered)
 
 
-def even(layered: Layered) -> torch.Tensor:
-    """The one tensor of layers that are alike."""
-    assert isinstance(layered, torch.Tensor)
-    return layered
-
-
 def by_layer(layered: Layered) -> Sequence[torch.Tensor] | Ragged:
     """Something that gives each layer's tensor by its number, quickly."""
     return layered if isinstance(layered, Ragged) else layered.unbind(0)
@@ -144,13 +133,6 @@ class KVShapes:
     layers: tuple[LayerShape | None, ...]
     dtype: torch.dtype
     device: torch.device
-
-    @classmethod
-    def even(
-        cls, num_layers: int, shape: LayerShape, dtype: torch.dtype, device: torch.device
-    ) -> KVShapes:
-        """Of a model whose layers are alike."""
-        return cls((shape,) * num_layers, dtype, device)
 
     @property
     def num_layers(self) -> int:
@@ -184,15 +166,10 @@ class KVShapes:
         return len(self.kinds) == 1 and None not in self.layers
 
     @property
-    def only(self) -> LayerShape:
-        """What each layer keeps, of a model whose layers are alike."""
-        (kind,) = self.kinds
-        return kind
-
-    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers."""
-        return sum(shape.width for shape in self.layers if shape) * self.dtype.itemsize
+        numbers = (one.heads * (one.key_dim + one.value_dim) for one in self.layers if one)
+        return sum(numbers) * self.dtype.itemsize
 
     def empty(self, *size: int) -> tuple[Layered, Layered]:
         """Uninitialised keys and values.

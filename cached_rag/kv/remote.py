@@ -354,53 +354,12 @@ def _mean(old: float | None, new: float) -> float:
     return new if old is None else old + _NEWEST * (new - old)
 
 
-class Breaker:
-    """Says whether the other side may be asked. Safe for several threads.
+class Calls:
+    """One way of using a transport: its failures stop only calls of the same object.
 
     After a failure nobody asks for a second; then one asks, and if that fails, too, the pause
     doubles, up to half a minute.
     """
-
-    def __init__(self) -> None:
-        self._until = self._pause = 0.0
-        self._failed_at = float("-inf")
-        self._lock = threading.Lock()
-
-    def allows(self) -> bool:
-        """Whether to ask now. After a pause it says so to one; to others when that one is late."""
-        with self._lock:
-            now = time.monotonic()
-            if now < self._until:
-                return False
-            self._until = now + min(self._pause, _FIRST_S)
-            return True
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until somebody may ask."""
-        return max(0.0, self._until - time.monotonic())
-
-    def failed(self, began: float) -> None:
-        """Note that the other side did not answer.
-
-        Args:
-            began: when it was asked, by `time.monotonic`. If another failure is known since then,
-                this is the same one.
-        """
-        with self._lock:
-            if began >= self._failed_at:
-                self._failed_at = time.monotonic()
-                self._pause = min(_LONGEST_S, max(_FIRST_S, 2 * self._pause))
-                self._until = self._failed_at + self._pause
-
-    def succeeded(self) -> None:
-        """Note that it did."""
-        with self._lock:
-            self._until = self._pause = 0.0
-
-
-class Calls:
-    """One way of using a transport: its failures stop only calls of the same object."""
 
     def __init__(self, transport: Transport, timeout_s: float) -> None:
         """Ask nothing yet.
@@ -410,14 +369,17 @@ class Calls:
         """
         self.timeout_s = timeout_s
         self._transport = transport
-        self._breaker = Breaker()
+        # When somebody may ask again, how long the last pause was, and when the last call failed.
+        self._until = self._pause = 0.0
+        self._failed_at = float("-inf")
+        self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(_THREADS, "remote")
         self._closed = threading.Event()
 
     @property
     def pause_s(self) -> float:
         """Seconds until it may be asked again; 0 for now."""
-        return self._breaker.left_s
+        return max(0.0, self._until - time.monotonic())
 
     def ask(self, work: Callable[[], _T]) -> _T:
         """Do something with the transport, on another thread, and wait for `timeout_s` at most.
@@ -434,7 +396,7 @@ class Calls:
             raise self._was_closed() from None
         except LateError:
             future.cancel()
-            self._breaker.failed(began)
+            self._failed(began)
             raise self._failure(f"it did not answer within {self.timeout_s:g} s") from None
 
     def do(self, work: Callable[[], _T]) -> _T:
@@ -454,19 +416,32 @@ class Calls:
     def _check(self) -> None:
         if self._closed.is_set():
             raise self._was_closed()
-        if not self._breaker.allows():
-            raise self._failure("it failed lately")
+        with self._lock:
+            now = time.monotonic()
+            if now < self._until:
+                raise self._failure("it failed lately")
+            # After a pause one may ask; others, when that one is late.
+            self._until = now + min(self._pause, _FIRST_S)
 
     def _done(self, work: Callable[[], _T]) -> _T:
         began = time.monotonic()
         try:
             result = work()
         except Exception as error:  # whatever a reply makes of who reads it
-            self._breaker.failed(began)
+            self._failed(began)
             raise self._failure(shown(error)) from None  # its cause would show a password
         if time.monotonic() - began < self.timeout_s:  # later is as bad as never
-            self._breaker.succeeded()
+            with self._lock:
+                self._until = self._pause = 0.0
         return result
+
+    def _failed(self, began: float) -> None:
+        """Note a failure of what began then; if one is known since then, this is the same one."""
+        with self._lock:
+            if began >= self._failed_at:
+                self._failed_at = time.monotonic()
+                self._pause = min(_LONGEST_S, max(_FIRST_S, 2 * self._pause))
+                self._until = self._failed_at + self._pause
 
     def _was_closed(self) -> StoreError:
         return StoreError(f"the remote store {self._transport.label} was closed in this process")

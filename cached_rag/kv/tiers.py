@@ -20,7 +20,8 @@ import torch
 from cached_rag.errors import CorruptBlobError, StoreFullError
 from cached_rag.kv.blob import SigningError
 from cached_rag.kv.buffer import LayerSource, ModuleKV
-from cached_rag.kv.eviction import Evicting
+from cached_rag.kv.database import IN_MEMORY
+from cached_rag.kv.entries import Entry, Listed
 from cached_rag.kv.layers import each
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class KVStore(Protocol):
         """When an entry's time is over, in seconds since 1970; infinite for never."""
 
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
-        """Keep a module; replaces an entry of the same key; may evict others (`eviction.py`).
+        """Keep a module; replaces an entry of the same key; may evict others (`entries.py`).
 
         Args:
             wanted: called when no `delete` can come in between; nothing is kept if it says no. So
@@ -92,76 +93,48 @@ class KVStore(Protocol):
         """Delete an entry; says whether it was there."""
 
 
-class MemoryStore:
+class MemoryStore(Listed):
     """A `KVStore` of at most `max_bytes` bytes of keys and values.
 
     Args:
         device: where to keep modules; None leaves them where they are. With "cpu" on a machine
             with CUDA their memory is pinned, so that copies to the device run by themselves.
+
+    Attributes:
+        held: the modules by key, also those whose time is over, until others come.
     """
 
     def __init__(self, max_bytes: int, device: torch.device | None = None) -> None:
-        self.max_bytes, self.device = max_bytes, device
-        self._entries: Evicting[ModuleKV] = Evicting(max_bytes, lambda kv: kv.nbytes)
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held now."""
-        return self._entries.nbytes
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens whose KV is held."""
-        with self._lock:
-            return sum(kv.seq_len for kv in self._entries.values())
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        super().__init__(IN_MEMORY, "raw", max_bytes)
+        self.device = device
+        self.held: dict[str, ModuleKV] = {}
 
     def __contains__(self, key: str) -> bool:
-        return key in self._entries
+        return key in self.held and self._entry(key) is not None  # the table tells who is over
 
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """See `KVStore.get`."""
-        with self._lock:
-            found = self._entries.get(key)
-            if found is not None and found.token_ids != tuple(token_ids):
-                self._entries.pop(key)
-                raise CorruptBlobError(f"the entry {key} in memory belongs to other tokens.")
-            return found
+        found = self.held.get(key) if key in self else None
+        if found is not None and found.token_ids != tuple(token_ids):
+            self.delete(key)
+            raise CorruptBlobError(f"the entry {key} in memory belongs to other tokens.")
+        return found
 
     def open(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """As `get`: all layers are there."""
         return self.get(key, token_ids)
 
-    def touch(self, key: str) -> None:
-        """See `KVStore.touch`."""
-        with self._lock:
-            self._entries.touch(key)
-
-    def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
-        """See `KVStore.hold`."""
-        with self._lock:
-            return self._entries.hold(keys, pinned=pinned, until=until)
-
-    def ends(self, key: str) -> float:
-        """See `KVStore.ends`."""
-        with self._lock:
-            return self._entries.ends(key)
-
     def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
         """See `KVStore.put`. If the tensors are views of larger ones, they are copied."""
-        if kv.nbytes > self.max_bytes:
-            raise StoreFullError(
-                f"a module of {kv.nbytes} bytes exceeds the memory bound of {self.max_bytes}; "
-                "raise memory_bytes or use smaller chunks"
-            )
+        self._check_size(kv.nbytes, "memory_bytes")
         keys, values = (each(side, self._kept) for side in (kv.keys, kv.values))
         kept = replace(kv, keys=keys, values=values)
-        with self._lock:
+        self._entries.flush()
+        with self._database.transaction() as connection:
             if wanted():
-                self._entries.put(key, kept)
+                entry = Entry(key, self._codec_name, "", kept.nbytes, "")
+                self._drop(self._entries.put(connection, entry, self.max_bytes))
+                self.held[key] = kept
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor where the store is, that holds no larger one of which it was a view."""
@@ -175,8 +148,14 @@ class MemoryStore:
 
     def delete(self, key: str) -> bool:
         """Delete an entry; says whether it was there."""
-        with self._lock:
-            return self._entries.pop(key) is not None
+        with self._database.transaction() as connection:
+            gone = self._entries.delete(connection, key)
+            self._drop(gone)
+        return bool(gone)
+
+    def _drop(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:  # Ctrl-C may have come between table and modules
+            self.held.pop(entry.key, None)
 
 
 class TieredStore:

@@ -7,18 +7,16 @@ a value that was damaged or stored under another name is noticed. With a key it 
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import xxhash
 from safetensors.torch import save
 
 from cached_rag.errors import CorruptBlobError
-from cached_rag.kv.blob import contents, opened
+from cached_rag.kv.blob import contents, hasher, opened
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import GROUP, Codec
 from cached_rag.kv.layers import KVShapes
@@ -167,12 +165,8 @@ def _unsealed(name: str, data: bytes, secret: bytes) -> memoryview:
 
 
 def _tag(name: str, payload: bytes | memoryview, secret: bytes) -> bytes:
-    if secret:
-        mac = hashlib.blake2b(name.encode(), key=secret, digest_size=_TAG_BYTES)
-        mac.update(b"\0")
-        mac.update(payload)
-        return mac.digest()
-    state = xxhash.xxh3_128(name.encode() + b"\0")
+    state = hasher(secret)
+    state.update(name.encode() + b"\0")
     state.update(payload)
     return state.digest()
 

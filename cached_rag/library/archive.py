@@ -18,7 +18,7 @@ import torch
 from cached_rag.backends.base import Backend
 from cached_rag.errors import StoreError
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
-from cached_rag.kv.kept import KeptPrompt, KeptPrompts, pieces_of
+from cached_rag.kv.kept import KeptPrompt, KeptPrompts
 from cached_rag.kv.layers import Layered, each
 from cached_rag.kv.rows import Run
 from cached_rag.library.learning import WriteBack
@@ -108,13 +108,14 @@ class PromptArchive:
         """The first `length` tokens' KV, or as much as there is of it."""
         runs: list[Run] = []
         stops: tuple[int, ...] = ()
-        for key, begin, end, state in pieces_of(prompt):
+        states = {end: key for key, (_, end) in prompt.states.items()}
+        for key, (begin, end) in prompt.pieces.items():
             kv = self._kept.piece(prompt, key) if begin < length else None
             if kv is None:
                 break
             buffer = KVBuffer(self._of_one(kv.keys), self._of_one(kv.values))
-            if state is not None and end == length:
-                data = self._kept.state(prompt, state)
+            if end in states and end == length:
+                data = self._kept.state(prompt, states[end])
                 if data is None:
                     break
                 buffer.states, stops = self._model.unpacked(data, end), (end,)

@@ -144,18 +144,6 @@ class EncodeSummary:
         return EncodeSummary(*(mine + its for mine, its in pairs))
 
 
-def encode_prefix(model: Backend, prefix_ids: Sequence[int]) -> ModuleKV:
-    """KV of a prefix that starts at position 0.
-
-    Args:
-        prefix_ids: its tokens.
-    """
-    ids = tuple(prefix_ids)
-    buffer = KVBuffer.like(model.shapes, len(ids))
-    model.prefill(buffer, torch.tensor([ids]), num_logits=0)
-    return buffer.read(0, len(ids), ids)
-
-
 def join(model: Backend, base: ModuleKV | None, chunk: ModuleKV) -> ModuleKV:
     """One KV made of two: `base`, and the chunk's KV moved to right behind it.
 

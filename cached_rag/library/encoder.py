@@ -33,7 +33,6 @@ from cached_rag.library.encode import (
     check_known,
     encode_chunks,
     encode_composed,
-    encode_prefix,
     join,
     last_fitting,
     named,
@@ -368,7 +367,7 @@ class Encoder:
             return None
         kv = self.library.shelf.fetch(EncodedAfter(()), behind.prefix_ids)
         if kv is None:
-            kv = encode_prefix(self.model, behind.prefix_ids)
+            (kv,) = encode_chunks(self.model, [None], [behind.prefix_ids])
             self.library.put(EncodedAfter(()), kv)
         return kv
 

@@ -20,7 +20,7 @@ from cached_rag.config import StoreConfig
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
-from cached_rag.kv.database import BRIEFLY_S, IN_MEMORY
+from cached_rag.kv.database import BRIEFLY_S, IN_MEMORY, PATIENCE_S
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.holdings import CATALOG, Removals
 from cached_rag.kv.remote import RemoteTier
@@ -286,14 +286,20 @@ class Library:
             return here | {ids for ids, key in keys.items() if key in held}
         return here
 
-    def add_chunks(self, chunks: Sequence[ChunkRecord]) -> None:
+    def add_chunks(self, chunks: Sequence[ChunkRecord], patience_s: float = PATIENCE_S) -> None:
         """Make chunks known, so that they are found in prompts.
+
+        Args:
+            patience_s: how long to wait for another process that is writing.
 
         Raises:
             StoreError: the catalog cannot be written.
         """
-        self._catalog.add_chunks(chunks)  # first: `refresh` removes chunks that are not in there
-        self._know(chunks)
+        # First of all: `refresh` removes chunks that are not in there.
+        self._catalog.add_chunks(chunks, patience_s)
+        with self.known.lock:
+            for chunk in chunks:
+                self.table.add(chunk)
 
     def register(self, chunks: Sequence[ChunkRecord]) -> None:
         """As `add_chunks`, but never waits long, and never fails.
@@ -301,13 +307,7 @@ class Library:
         Chunks that cannot be written to the catalog now are prefilled as any text.
         """
         with self.shelf.spared():
-            self._catalog.add_chunks(chunks, BRIEFLY_S)
-            self._know(chunks)
-
-    def _know(self, chunks: Sequence[ChunkRecord]) -> None:
-        with self.known.lock:
-            for chunk in chunks:
-                self.table.add(chunk)
+            self.add_chunks(chunks, BRIEFLY_S)
 
     def learn(self, chunk: ChunkRecord) -> None:
         """As `register`, for a text that nobody gave, but prompts repeat.

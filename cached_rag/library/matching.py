@@ -283,9 +283,6 @@ class Recurring:
         self._seen: LRUCache[int, int] = LRUCache(most)
         self._lock = threading.RLock()  # as in `WriteBack`
 
-    def __len__(self) -> int:
-        return len(self._seen)
-
     def clear(self) -> None:
         """Forget all prompts."""
         with self._lock:

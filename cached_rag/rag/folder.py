@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS, ModelConfig, StoreConfig
 from cached_rag.errors import IndexMismatchError, StoreError
-from cached_rag.kv.eviction import until_when
+from cached_rag.kv.entries import until_when
 from cached_rag.kv.holdings import forget, held_bytes, hold
 from cached_rag.options import check_range, check_types, require
 from cached_rag.rag.chunks import DEFAULT_EMBEDDING, Embedder, Embeddings, Reranker

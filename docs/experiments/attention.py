@@ -20,7 +20,7 @@ from cached_rag.backends.transformers.kernels import Scoring, kernel_of
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.evaluation.summary import new_figure, save
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import KVShapes, even
+from cached_rag.kv.layers import KVShapes, stacks_of
 from cached_rag.kv.rows import RowKV, Run, Slabs
 from docs.experiments.cold import cold_ms
 
@@ -161,12 +161,13 @@ def make_steps(
             (own.keys, common.keys, copy.keys),
             (own.values, common.values, copy.values),
         ):
-            even(whole)[..., :shared, :] = even(held)
-            even(whole)[..., shared : shared + private, :] = even(side)[..., :private, :]
+            stacks_of(whole)[0][..., :shared, :] = stacks_of(held)[0]
+            private_side = stacks_of(side)[0][..., :private, :]
+            stacks_of(whole)[0][..., shared : shared + private, :] = private_side
         done = shared + private - 1
         relayed.append(StepInput(RowKV(own, done, [Run(common, 0, shared, 0)]), [0]))
         copied.append(StepInput(RowKV(copy, done), [0]))
-    size = (1, num_heads, batch, shapes.only.key_dim)
+    size = (1, num_heads, batch, shapes.kinds[0].key_dim)
     query = torch.randn(size, dtype=shapes.dtype, device=shapes.device)
     ways = {"relay": relayed, "copied": copied}
     return {name: Step(BatchCache(rows, (None,)), query) for name, rows in ways.items()}
@@ -174,7 +175,7 @@ def make_steps(
 
 def _fill(buffer: KVBuffer, begin: int, end: int) -> None:
     for side in (buffer.keys, buffer.values):
-        even(side)[..., begin:end, :].normal_()
+        stacks_of(side)[0][..., begin:end, :].normal_()
 
 
 def _timed(
@@ -183,7 +184,7 @@ def _timed(
     steps = make_steps(replace(shapes, layers=shapes.layers[:1]), num_heads, batch, shared, private)
     ways = {name: step.attend for name, step in steps.items()}
     found = cold_ms(ways, repeats, shapes.device)
-    group = num_heads // shapes.only.heads  # query heads that have the same keys
+    group = num_heads // shapes.kinds[0].heads  # query heads that have the same keys
     return AttentionRow(
         batch,
         shared,
@@ -192,8 +193,8 @@ def _timed(
         found["copied"],
         found["copied"] / found["relay"],
         theory(batch, shared, private),
-        intensity(batch * group, shared, shapes.only.key_dim),
-        intensity(group, shared, shapes.only.key_dim),
+        intensity(batch * group, shared, shapes.kinds[0].key_dim),
+        intensity(group, shared, shapes.kinds[0].key_dim),
         steps["relay"].kernels(),
         steps["copied"].kernels(),
     )

@@ -54,11 +54,11 @@ def bench_kernels(
     """
     if min(*tokens, *keys) < 1:
         raise ConfigError("tokens and keys must be at least 1")
-    if shapes.only.key_dim != shapes.only.value_dim:
+    if shapes.kinds[0].key_dim != shapes.kinds[0].value_dim:
         raise ConfigError(
             "the flash kernel takes keys and values of one width, unlike this model's"
         )
-    group = num_heads // shapes.only.heads
+    group = num_heads // shapes.kinds[0].heads
     return [
         _timed(shapes, count, count * group, many, repeats) for many in keys for count in tokens
     ]
@@ -66,11 +66,11 @@ def bench_kernels(
 
 def _timed(shapes: KVShapes, tokens: int, rows: int, keys: int, repeats: int) -> KernelRow:
     def draw(count: int) -> torch.Tensor:
-        size = (1, shapes.only.heads, count, shapes.only.key_dim)
+        size = (1, shapes.kinds[0].heads, count, shapes.kinds[0].key_dim)
         return torch.randn(size, dtype=shapes.dtype, device=shapes.device)
 
     held = draw(keys), draw(keys)
-    scale = shapes.only.key_dim**-0.5
+    scale = shapes.kinds[0].key_dim ** -0.5
     ways = {name: partial(KERNELS[name], draw(rows), *held, scale) for name in _COMPARED}
     flash, matmul = cold_ms(ways, repeats, shapes.device).values()
     return KernelRow(tokens, rows, keys, flash, matmul, flash / matmul, kernel_of(rows, *held))

@@ -96,7 +96,7 @@ def footprint(engine: Engine) -> Footprint:
         ConfigError: no KV is in memory.
     """
     library = engine.library
-    held = sum(tier.num_tokens for tier in library.shelf.memory)
+    held = sum(kv.seq_len for tier in library.shelf.memory for kv in tier.held.values())
     if not held:
         raise ConfigError("nothing is in memory, so there is nothing to weigh")
     disk = library.shelf.disk.nbytes / held if library.shelf.disk is not None else None

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from cached_rag.kv.eviction import Evicting
+from cached_rag.kv.database import IN_MEMORY
+from cached_rag.kv.entries import Entries, Entry
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -117,14 +118,16 @@ class Stored:
     """The chunks that the store keeps in memory."""
 
     def __init__(self, size: int) -> None:
-        self._kept: Evicting[int] = Evicting(size, lambda _: 1)
+        self._size, self._kept = size, Entries(IN_MEMORY)
 
     def use(self, chunk: int) -> bool:
         """See `Cache`."""
-        self._kept.touch(str(chunk))
-        is_there = str(chunk) in self._kept
+        self._kept.touch(str(chunk), "raw")
+        is_there = self._kept.find(str(chunk), "raw") is not None
         if not is_there:
-            self._kept.put(str(chunk), chunk)
+            self._kept.flush()
+            with self._kept.database.transaction() as connection:
+                self._kept.put(connection, Entry(str(chunk), "raw", "", 1, ""), self._size)
         return is_there
 
 

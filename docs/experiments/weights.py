@@ -20,7 +20,7 @@ from cached_rag.errors import ConfigError
 from cached_rag.evaluation.summary import Interval, bootstrap
 from cached_rag.evaluation.timing import medians, milliseconds
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import even
+from cached_rag.kv.layers import stacks_of
 from cached_rag.kv.rows import RowKV
 
 # Tokens of a text that are prefilled, and those behind them that are decoded and scored.
@@ -120,8 +120,8 @@ def _timed(models: dict[str, LanguageModel], repeats: int) -> dict[str, dict[str
 
     def prepared(model: LanguageModel) -> RowKV:
         row = RowKV(KVBuffer.like(model.shapes, _CONTEXT + 1), _CONTEXT)
-        even(row.own.keys).normal_()
-        even(row.own.values).normal_()
+        stacks_of(row.own.keys)[0].normal_()
+        stacks_of(row.own.values)[0].normal_()
         return row
 
     def step(model: LanguageModel, row: RowKV) -> dict[str, float]:

@@ -26,7 +26,7 @@ from cached_rag import Engine, StoreConfig, wrap_model
 from cached_rag.backends.transformers.attention import IMPLEMENTATION
 from cached_rag.errors import RelocationError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.library.encode import encode_chunks, encode_prefix
+from cached_rag.library.encode import encode_chunks
 from cached_rag.methods import CacheBlend, Reuse
 
 
@@ -121,7 +121,7 @@ def test_layer_0_of_relocated_modules_equals_full_prefill(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batched_encoding_equals_encoding_one_by_one(family):
     model = tiny_model(family)
-    prefix = encode_prefix(model, random_ids(PREFIX, 1))
+    (prefix,) = encode_chunks(model, [None], [tuple(random_ids(PREFIX, 1))])
     modules = [tuple(random_ids(length, length)) for length in (20, 7, 13)]
     together = list(encode_chunks(model, [prefix], modules))
     assert [kv.seq_len for kv in together] == [20, 13, 7]

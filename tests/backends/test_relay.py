@@ -164,7 +164,7 @@ def test_relayed_attention_equals_attention_over_the_concatenation(counts):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_a_slab_are_attended_together(dtype):
-    shapes = KVShapes.even(1, LayerShape(KV_HEADS, DIM, DIM), dtype, torch.device("cpu"))
+    shapes = KVShapes((LayerShape(KV_HEADS, DIM, DIM),), dtype, torch.device("cpu"))
     slab = Slab(shapes, 5, 40)
     spans = {1: (0, 17), 2: (5, 40), 4: (0, 3)}  # rows 0 and 3 are somebody else's, or nobody's
     for row in (slab.take() for _ in range(5)):

@@ -76,7 +76,7 @@ def test_nothing_is_audited_unless_asked_for(audited):
 def spoil(engine):
     """Replace the chunks' KV in memory by noise, as a bug might."""
     (tier,) = engine.library.shelf.memory
-    for kv in tier._entries.values():
+    for kv in tier.held.values():
         if kv.seq_len > 1:
             kv.keys.normal_(0, 9)
             kv.values.normal_(0, 9)

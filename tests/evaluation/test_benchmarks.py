@@ -76,7 +76,7 @@ def test_short_calls_are_warmed_up_twice_and_timed_without_gradients():
 
 
 def shapes(dtype=torch.float32):
-    return KVShapes.even(1, LayerShape(KV_HEADS, DIM, DIM), dtype, torch.device("cpu"))
+    return KVShapes((LayerShape(KV_HEADS, DIM, DIM),), dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("shared", [40, LONGEST_SLAB])  # only short copies lie in a slab

@@ -78,7 +78,7 @@ def right_kv() -> dict[tuple[int, ...], list[ModuleKV]]:
         with CachedRAG.open(nowhere(), engine=clean, embedding=WordEmbedding()) as rag:
             clean.encode(TEXTS, rag._asking().prompts.head(), context=(PRIMER, None))
         for tier in clean.library.shelf.memory:
-            for kv in tier._entries.values():
+            for kv in tier.held.values():
                 found.setdefault(kv.token_ids, []).append(kv)
     return found
 

@@ -62,7 +62,7 @@ def test_keys_are_scaled_by_channel_so_a_large_one_costs_the_small_ones_nothing(
 
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_a_single_token_is_not_too_many_bytes_to_be_brought(codec):
-    shapes = KVShapes.even(32, LayerShape(8, 128, 128), torch.bfloat16, torch.device("cpu"))
+    shapes = KVShapes((LayerShape(8, 128, 128),) * 32, torch.bfloat16, torch.device("cpu"))
     wire = Wire(codec_by_name(codec), sizes=Sizes(shapes, 8192, 128256))
     sent = ModuleKV((5,), 0, *(side.zero_() for side in shapes.empty(1)))
     packed = wire.pack("name", "a key", sent)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from cached_rag.errors import StoreFullError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.disk import DiskStore
-from cached_rag.kv.eviction import Evicting
 from cached_rag.kv.tiers import MemoryStore, TieredStore
 
 ROOM = 20
@@ -55,52 +54,62 @@ class Twin:
             del self.uses[key]
 
 
+def sized(nbytes):
+    """A module of so many bytes."""
+    return ModuleKV(
+        (1,), 0, torch.zeros(1, 1, 1, nbytes, dtype=torch.uint8), torch.empty(1, 1, 1, 0)
+    )
+
+
+ONE = sized(1)
+
+
 def used(cache, key):
     cache.touch(key)
-    if cache.get(key) is None:
-        cache.put(key, key)
+    if cache.get(key, (1,)) is None:
+        cache.put(key, ONE)
 
 
 @given(st.lists(st.integers(0, 60), max_size=400))
 def test_memory_does_as_its_twin(trace):
-    cache, twin = Evicting(ROOM, lambda _: 1), Twin(ROOM)
+    cache, twin = MemoryStore(ROOM), Twin(ROOM)
     for key in map(str, trace):
         used(cache, key)
         twin.use(key)
-        assert set(cache.values()) == set(twin.uses)
-        assert cache.nbytes == len(cache) <= ROOM
+        assert set(cache.held) == set(twin.uses)
+        assert cache.nbytes == len(cache.held) <= ROOM
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=200))
 def test_bytes_keep_within_the_room(entries):
-    cache = Evicting(ROOM, lambda size: size)
+    cache = MemoryStore(ROOM)
     for key, size in entries:
-        cache.put(str(key), size)
-        assert cache.get(str(key)) == size
-        assert cache.nbytes == sum(cache.values()) <= ROOM
+        cache.put(str(key), sized(size))
+        assert cache.get(str(key), (1,)).nbytes == size
+        assert cache.nbytes == sum(kv.nbytes for kv in cache.held.values()) <= ROOM
         if key % 7 == 0:
-            assert cache.pop(str(key)) == size
+            assert cache.delete(str(key))
             assert str(key) not in cache
 
 
 def test_texts_that_nobody_asks_for_do_not_push_out_those_that_are_asked_for():
-    cache, recent = Evicting(ROOM, lambda _: 1), {}
+    cache, recent = MemoryStore(ROOM), {}
     for _ in range(3):
         for key in "abcdef":
             used(cache, key)
     for number in range(500):
-        used(cache, f"ingested {number}")
+        used(cache, f"ingested{number}")
         recent[number] = None  # control: by the last use all six would be gone
-    assert {*"abcdef"} <= {*cache.values()}
+    assert {*"abcdef"} <= {*cache.held}
     assert len(recent) > ROOM
 
 
 def test_what_was_popular_once_leaves_in_the_end():
-    cache = Evicting(ROOM, lambda _: 1)
+    cache = MemoryStore(ROOM)
     for _ in range(50):
         used(cache, "old")
     for number in range(40 * ROOM):
-        used(cache, f"new {number % (ROOM + 5)}")
+        used(cache, f"new{number % (ROOM + 5)}")
     assert "old" not in cache
 
 
@@ -202,17 +211,17 @@ def test_what_fits_nowhere_is_refused_and_nothing_leaves(tmp_path):
 def test_pins_that_are_over_count_no_more(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.time", lambda: now[0])
-    cache = Evicting(ROOM, lambda size: size)
-    cache.put("a", 8)
+    cache = MemoryStore(ROOM)
+    cache.put("a", sized(8))
     assert cache.hold(["a", "a", "b"], pinned=True, until=5.0) == 1
     with pytest.raises(StoreFullError, match="does not fit into the 12"):
-        cache.put("c", 13)
-    cache.put("d", 3)
+        cache.put("c", sized(13))
+    cache.put("d", sized(3))
     with pytest.raises(StoreFullError, match="pinned KV may take 10"):
         cache.hold(["d"], pinned=True, until=None)
     now[0] = 6.0
-    cache.put("c", 13)
-    cache.put("a", 6)
-    assert cache.get("a") == 6
-    assert cache._pinned_bytes == 0
+    cache.put("c", sized(13))
+    cache.put("a", sized(6))
+    assert cache.get("a", (1,)).nbytes == 6
+    assert cache._database.rows("SELECT 1 FROM files WHERE pinned") == []
     assert cache.ends("a") == float("inf")

@@ -16,7 +16,7 @@ from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.layers import Ragged
 from cached_rag.kv.tensor_file import TensorFile
 from cached_rag.kv.wire import Sizes
-from cached_rag.library.encode import encode_prefix
+from cached_rag.library.encode import encode_chunks
 from cached_rag.library.plan import Placement
 
 FAMILIES = ("gemma4", "gemma3n", "lfm2", "deepseek_v3")
@@ -52,7 +52,7 @@ def test_answers_that_are_made_together_are_those_made_alone(family):
 def module(family, tmp_path):
     """A module in memory, and in a file."""
     model = tiny_model(family)
-    kv = encode_prefix(model, tuple(random_ids(30, 3)))
+    (kv,) = encode_chunks(model, [None], [tuple(random_ids(30, 3))])
     codec = codec_by_name("raw")
     tensors, header = contents("key", kv, codec)
     return model, kv, codec, tensors, header
@@ -91,7 +91,8 @@ def test_a_file_that_places_its_layers_wrongly_is_damaged(places, tmp_path):
 
 def test_foreign_sizes_do_not_fit():
     shapes = {family: tiny_model(family).shapes for family in (*FAMILIES, "llama")}
-    kvs = {f: encode_prefix(tiny_model(f), tuple(random_ids(9, 3))) for f in shapes}
+    ids = tuple(random_ids(9, 3))
+    kvs = {f: next(encode_chunks(tiny_model(f), [None], [ids])) for f in shapes}
     for family, own in shapes.items():
         fitting = {name for name, kv in kvs.items() if Sizes(own, 512, 240).fits(kv)}
         assert fitting == {family}

@@ -173,7 +173,7 @@ def test_a_loader_on_cuda_is_waited_for_where_its_buffer_is(monkeypatch):
 def test_a_loader_gives_layers_in_order_and_hands_errors_over():
     model = tiny_model("llama")
     buffer = KVBuffer.like(model.shapes, 8)
-    shape = (model.shapes.num_layers, model.shapes.only.heads, 3, model.shapes.only.key_dim)
+    shape = (model.shapes.num_layers, model.shapes.kinds[0].heads, 3, model.shapes.kinds[0].key_dim)
     kv = ModuleKV((1, 2, 3), 0, torch.randn(shape), torch.randn(shape))
     source = Slow(kv)
     loader = LayerLoader(buffer, [Placement(2, source, is_exact=False)], model.rule)

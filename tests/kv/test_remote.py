@@ -27,7 +27,7 @@ from cached_rag.kv.blob import contents
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.layers import KVShapes, LayerShape
-from cached_rag.kv.remote import Breaker, Calls, RemoteTier
+from cached_rag.kv.remote import Calls, RemoteTier
 from cached_rag.kv.tiers import Outbox
 from cached_rag.kv.transports import label_of, open_transport
 from cached_rag.kv.wire import Sizes, Wire
@@ -330,25 +330,34 @@ def test_what_is_deleted_elsewhere_before_it_is_sent_is_not(url, tiers):
     assert tier.drain() == 0
 
 
-def test_the_breaker_lets_one_ask_at_a_time(monkeypatch):
+def test_after_a_failure_one_asks_at_a_time(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
-    one = Breaker()
-    assert one.allows()
-    one.failed(began=99.0)
-    one.failed(began=99.5)  # the same failure, seen by another
-    assert not one.allows()
+    calls = Calls(SimpleNamespace(label="redis://x"), 30)
+
+    def allows():
+        with suppress(StoreError):
+            calls._check()
+            return True
+        return False
+
+    assert allows()
+    calls._failed(began=99.0)
+    calls._failed(began=99.5)  # the same failure, seen by another
+    assert not allows()
     now[0] += 1.0
-    assert one.allows()
-    assert not one.allows()
-    one.failed(began=now[0])
+    assert allows()
+    assert not allows()
+    calls._failed(began=now[0])
     now[0] += 1.5
-    assert not one.allows()
+    assert not allows()
     now[0] += 0.5
-    assert one.allows()
-    one.succeeded()
-    assert one.allows()
-    assert one.allows()
+    assert allows()
+    assert not allows()
+    now[0] += 1.0
+    assert calls.ask(lambda: "fine") == "fine"
+    assert allows()
+    calls.close()
 
 
 def test_addresses():
@@ -388,7 +397,7 @@ def test_what_fails_later_shows_no_password_either(tiers):
 
 def sizes(context_length=100) -> Sizes:
     kv = module(0)
-    shapes = KVShapes.even(3, LayerShape(2, 4, 4), kv.keys.dtype, torch.device("cpu"))
+    shapes = KVShapes((LayerShape(2, 4, 4),) * 3, kv.keys.dtype, torch.device("cpu"))
     return Sizes(shapes, context_length, vocab_size=50)
 
 

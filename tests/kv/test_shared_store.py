@@ -198,7 +198,7 @@ def test_what_cannot_be_deleted_there_is_deleted_later(
     try:
         with pytest.raises(StoreError, match="may still be there"):
             here.forget(CHUNKS)
-        held = [kv for tier in here.library.shelf.memory for kv in tier._entries.values()]
+        held = [kv for tier in here.library.shelf.memory for kv in tier.held.values()]
         assert sum(kv.seq_len for kv in held) <= 1  # that of BOS
     finally:
         server.start()
@@ -385,7 +385,7 @@ def test_what_is_deleted_while_it_is_brought_does_not_come_back(
     there.library.shelf._to_disk.drain()
     lengths = {len(there.tokenization.literal(chunk).ids) for chunk in CHUNKS}
     for tier in there.library.shelf.memory:
-        assert not [kv for kv in tier._entries.values() if kv.seq_len in lengths]
+        assert not [kv for kv in tier.held.values() if kv.seq_len in lengths]
     if on_disk:
         assert all(size < 20_000 for size in there.library.shelf.disk.sizes().values())
 

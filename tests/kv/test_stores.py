@@ -362,7 +362,7 @@ def test_a_device_tier_has_the_latest_and_the_host_has_all():
     for seed in (1, 2):
         store.put(key(seed), module(seed))
     assert key(1) not in device  # it had to go
-    assert len(host) == 2
+    assert len(host.held) == 2
     promoted = store.get(key(1), module(1).token_ids)
     assert promoted.keys.device.type == promoted.values.device.type == "meta"
     assert (key(1) in device, key(2) in device) == (True, False)

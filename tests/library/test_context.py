@@ -11,7 +11,7 @@ from conftest import CHUNKS, NEW_PROMPTS, ask, plain_cache, tiny_model
 from cached_rag import ConfigError, Context, Engine, StoreConfig
 from cached_rag.config import MOST_PRIMERS
 from cached_rag.kv.positions import PositionRule
-from cached_rag.library.encode import PRIMER, encode_chunks, encode_prefix, join, primer
+from cached_rag.library.encode import PRIMER, encode_chunks, join, primer
 from cached_rag.library.matching import EncodedAfter
 
 
@@ -147,7 +147,7 @@ def test_where_keys_cannot_be_moved_a_chunk_is_encoded_in_one_context():
 
 def test_joined_modules_are_moved_right_behind_each_other():
     model = tiny_model("llama")
-    prefix = encode_prefix(model, (3, 4, 5))
+    (prefix,) = encode_chunks(model, [None], [(3, 4, 5)])
     one, two = encode_chunks(model, [prefix], [(6, 7, 8, 9), (10, 11)])
     joined = join(model, join(model, prefix, one), two)
     assert joined.token_ids == (3, 4, 5, 6, 7, 8, 9, 10, 11)

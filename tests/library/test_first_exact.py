@@ -135,9 +135,9 @@ def test_of_the_first_text_what_is_exact_is_read_ahead(twice, tmp_path):
     with Engine(tiny_model("llama"), on_disk(tmp_path)) as later:
         later.prefetch(CHUNKS[:2])
         (memory, _), deadline = later.library.shelf.store.tiers, time.monotonic() + 60
-        while len(memory) < 2 and time.monotonic() < deadline:
+        while len(memory.held) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        lengths = {kv.token_ids: kv.start for kv in memory._entries.values()}
+        lengths = {kv.token_ids: kv.start for kv in memory.held.values()}
         first, second = (ids_of(later, chunk) for chunk in CHUNKS[:2])
         prefix = len(later.library.encoded_after()[0].prefix_ids)
         assert lengths[first] == prefix < lengths[second]

@@ -144,7 +144,7 @@ def test_a_copy_in_memory_ends_with_its_file(tmp_path, clock):
         engine.hold(CHUNKS[:1], ttl_seconds=60)
     with Engine(tiny_model("llama"), config) as engine:
         assert engine.generate(ask(*CHUNKS), max_tokens=1).report.modules_hit == 3  # in memory now
-        assert len(engine.library.shelf.memory[0]) >= 3
+        assert len(engine.library.shelf.memory[0].held) >= 3
         clock(61)
         assert engine.generate(ask(*CHUNKS), max_tokens=1).report.modules_hit == 2
         assert engine.encode(CHUNKS).encoded == 1

@@ -195,7 +195,7 @@ def test_what_is_remembered_of_prompts_is_bounded(engine):
     for seed in range(40):
         text = document(str(seed))
         recurring.find(text, engine.tokenization.literal(text), (), ())
-        assert len(recurring) <= 100
+        assert len(recurring._seen) <= 100
     last = f"Now:\n{document('39')}"
     assert recurring.find(last, engine.tokenization.literal(last), (), ())
     first = f"Now:\n{document('0')}"

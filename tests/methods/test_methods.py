@@ -316,7 +316,7 @@ def test_drift_moves_the_other_tokens_of_a_module_and_no_others():
     begin = layout.modules[1][0]
     slots = [begin + 2, begin + 9, begin + 11, layout.modules[2][0], layout.fresh.shape[0] - 1]
     rows = Rows(torch.tensor(slots), layout.fresh.shape[0])
-    shape = (1, model.shapes.only.heads, len(slots), model.shapes.only.key_dim)
+    shape = (1, model.shapes.kinds[0].heads, len(slots), model.shapes.kinds[0].key_dim)
     keys, values = torch.randn(shape), torch.randn(shape)
     drift = Drift(layout.modules)
     drift.transfer(0, rows, keys, values, buffer)
@@ -342,7 +342,7 @@ def test_drift_is_what_text_before_a_module_does_to_all_of_it():
     model.prefill(whole, tokens)
     stale = copy(whole)
     for begin, end in layout.modules:
-        shift = torch.randn(model.shapes.num_layers - 1, 1, 1, 1, model.shapes.only.value_dim)
+        shift = torch.randn(model.shapes.num_layers - 1, 1, 1, 1, model.shapes.kinds[0].value_dim)
         stale.values[1:, :, :, begin:end] += shift
     error = {}
     for transfers in (True, False):

@@ -78,7 +78,6 @@ def test_code_of_several_files_is_written_from_cache(tmp_path):
 )
 def test_bytes_a_token_are_those_of_the_papers_table_2(layers, heads, head_dim, mib):
     """The paper counts all heads; models with grouped heads take as many times less."""
-    shapes = KVShapes.even(
-        layers, LayerShape(heads, head_dim, head_dim), torch.bfloat16, torch.device("cpu")
-    )
+    layer = LayerShape(heads, head_dim, head_dim)
+    shapes = KVShapes((layer,) * layers, torch.bfloat16, torch.device("cpu"))
     assert shapes.bytes_per_token / 2**20 == pytest.approx(mib, abs=0.006)

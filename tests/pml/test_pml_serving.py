@@ -158,7 +158,7 @@ def test_a_full_store_is_reported_and_the_prompt_answered(tmp_path):
     done = engine.generate(asked(house()), method="reuse", max_tokens=4)
     twin = Engine(tiny_model("llama"), NEW_PROMPTS)
     assert done.text == twin.generate(asked(house()), method="reuse", max_tokens=4).text
-    assert any("exceeds the memory bound" in note for note in done.report.notes)
+    assert any("raise memory_bytes" in note for note in done.report.notes)
 
 
 def test_schemas_beyond_the_context_serve_prompts_that_fit():

@@ -294,13 +294,13 @@ def test_retrieval_brings_chunks_into_memory(opened, docs):
     ingest(opened(), docs)
     rag = opened()
     memory = rag.engine.library.shelf.store.tiers[0]
-    assert len(memory) == 0
+    assert len(memory.held) == 0
     hits = rag.search("copper green", 2)
     rag.engine.prefetch([hit.text for hit in hits])
     deadline = time.monotonic() + 60
-    while len(memory) < 2 and time.monotonic() < deadline:
+    while len(memory.held) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(memory) == 2
+    assert len(memory.held) == 2
 
 
 def test_a_prompt_that_surely_fits_is_tokenised_once(opened, docs, monkeypatch):

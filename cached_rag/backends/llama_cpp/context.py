@@ -70,7 +70,7 @@ class FullError(Exception):
 
 
 # The KV of a model whose states are kept whole: nothing that has a place in a buffer.
-_WHOLE = KVShapes.even(1, LayerShape(1, 0, 0), torch.float16, torch.device("cpu"))
+_WHOLE = KVShapes((LayerShape(1, 0, 0),), torch.float16, torch.device("cpu"))
 
 
 class LlamaContext:
