@@ -108,7 +108,7 @@ def _rounding(model: Backend) -> float:
     dtypes = {model.shapes.dtype}
     if isinstance(model, LanguageModel):
         layers = model.decoder.network.modules()
-        dtypes |= {one.scales_dtype for one in layers if isinstance(one, FewBitLinear)}
+        dtypes |= {one.scales.dtype for one in layers if isinstance(one, FewBitLinear)}
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 

@@ -19,15 +19,19 @@ from cached_rag import ConfigError, load_model, wrap_model
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers import few_bits, packing
 from cached_rag.backends.transformers.few_bits import (
+    GROUP,
     FewBitLinear,
+    Groups,
     HalfLinear,
     Int4Linear,
     Int8Linear,
     fits_half,
+    grouped,
     has_half_kernel,
     in_bytes,
+    joined,
 )
-from cached_rag.backends.transformers.groups import GROUP, Groups, from_blocks, grouped, joined
+from cached_rag.backends.transformers.gguf import from_blocks
 from cached_rag.backends.transformers.packing import formats, pack, parse_format
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
@@ -166,7 +170,7 @@ def test_where_fp32_is_fastest_few_bits_are_read_in_bf16_unless_fp32_is_asked_fo
     models = load_model(file, device="cpu"), load_model(file, device="cpu", dtype="float32")
     for model, wanted in zip(models, (torch.bfloat16, torch.float32), strict=True):
         parts = model.decoder.network.modules()
-        assert {part.scales_dtype for part in parts if isinstance(part, FewBitLinear)} == {wanted}
+        assert {part.scales.dtype for part in parts if isinstance(part, FewBitLinear)} == {wanted}
         assert model.shapes.dtype == torch.float32
     assert models[0].fingerprint != models[1].fingerprint
 
@@ -285,7 +289,7 @@ def test_where_memory_is_short_a_model_in_bf16_is_examined_too(file, monkeypatch
     few = {part for part in model.decoder.network.modules() if isinstance(part, FewBitLinear)}
     assert len(few) == 9
     assert all(part.dense is None for part in few)
-    assert {part.scales_dtype for part in few} == {torch.bfloat16}
+    assert {part.scales.dtype for part in few} == {torch.bfloat16}
     assert answers(model)[0].isfinite().all()
 
 

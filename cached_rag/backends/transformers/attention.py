@@ -46,12 +46,12 @@ class Part:
 
     Attributes:
         keys, values: (1, num_kv_heads, num_keys, dim).
-        tokens: which of the batch's tokens see the keys; None for all.
+        tokens: which of the batch's tokens see the keys.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    tokens: slice | torch.Tensor | None = None
+    tokens: slice | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,9 @@ def relay_attention(
         found = _private(query, own, how)
         output[own.tokens], lse[own.tokens] = found[0].float(), found[1]
     for part in shared:
-        asked = _taken(query, part.tokens)
-        found = _seen_by_all(asked, part.keys, part.values, how)
-        every = slice(None) if part.tokens is None else part.tokens
-        output[every], lse[every] = merge((output[every], lse[every]), found)
+        at = part.tokens
+        found = _seen_by_all(query[at], part.keys, part.values, how)
+        output[at], lse[at] = merge((output[at], lse[at]), found)
     return how.with_sinks(output, lse).to(query.dtype)
 
 
@@ -109,10 +108,6 @@ def merge(first: Attended, second: Attended) -> Attended:
     lse = torch.logaddexp(first[1], second[1])
     parts = [found * (own - lse).exp()[..., None] for found, own in (first, second)]
     return parts[0] + parts[1], lse
-
-
-def _taken(query: torch.Tensor, tokens: slice | torch.Tensor | None) -> torch.Tensor:
-    return query if tokens is None else query[tokens]
 
 
 def _padded(query: torch.Tensor, own: Padded, how: Scoring) -> Attended:
@@ -131,7 +126,7 @@ def _private(query: torch.Tensor, part: Part | Padded, how: Scoring) -> Attended
     """A row's tokens over its own keys: (tokens, num_heads, value_dim), (tokens, num_heads) lse."""
     if isinstance(part, Padded):
         return _padded(query, part, how)
-    asked = _taken(query, part.tokens)
+    asked = query[part.tokens]
     before = part.keys.shape[2] - len(asked)
     if len(asked) == 1:
         return _seen_by_all(asked, part.keys, part.values, how)

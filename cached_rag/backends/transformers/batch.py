@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, mask_of, pieces
 
 
 class _Layers:
-    """A run of a buffer, one view per layer, and the batch's tokens that see it; None for all."""
+    """A run of a buffer, one view per layer, and the batch's tokens that see it."""
 
-    def __init__(self, piece: Piece, tokens: slice | torch.Tensor | None) -> None:
+    def __init__(self, piece: Piece, tokens: slice | torch.Tensor) -> None:
         there = slice(piece.begin, piece.end)
         at = (slice(None), slice(None), slice(None), there)
         self.keys, self.values = by_layer(piece.buffer.keys[at]), by_layer(piece.buffer.values[at])
@@ -114,6 +115,9 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     It is the model's cache and also the `rows` of `attending`: in every layer, the model calls
     `update` first and then, through the attention function, `attend`.
+
+    Attributes:
+        tokens: which of the batch's tokens are each row's.
     """
 
     def __init__(
@@ -131,16 +135,17 @@ class BatchCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[])
         self.windows, self._is_read_again = windows, is_read_again
         self._batch = batch
-        self._tokens = _token_slices(batch)
-        self._by_row = list(zip(batch, self._tokens, strict=True))
+        ends = [*accumulate(len(ahead.token_ids) for ahead in batch)]
+        self.tokens = [slice(*run) for run in pairwise([0, *ends])]
+        self._by_row = list(zip(batch, self.tokens, strict=True))
         self._longest = max(ahead.end for ahead in batch)
         self._shared: list[_Layers] = []
         self._private: list[_Layers | _SlabLayers] = []
         self._scattered = [_Scattered(*row) for row in self._by_row if row[0].slots is not None]
         self._fresh: list[_Layers | _SlabLayers | _Scattered] = [*self._scattered]
         # No token behind this one looks at what is divided here.
-        ends = (tokens.stop for ahead, tokens in self._by_row if ahead.slots is None)
-        self._last = max(ends, default=0)
+        appended = (tokens.stop for ahead, tokens in self._by_row if ahead.slots is None)
+        self._last = max(appended, default=0)
         self._divide()
         self._layer = 0
         # Keys and values that layers gave to be kept: the last one's, or all.
@@ -163,7 +168,7 @@ class BatchCache(Cache):  # type: ignore[misc]
             if row is None:
                 self._shared.append(_Layers(piece, self._seeing(piece)))
                 continue
-            tokens, own = self._tokens[row], piece.buffer
+            tokens, own = self.tokens[row], piece.buffer
             if isinstance(own, SlabRow) and tokens.stop - tokens.start == 1:
                 slabs.setdefault(own.slab, []).append((own, piece, tokens.start))
             else:
@@ -182,13 +187,13 @@ class BatchCache(Cache):  # type: ignore[misc]
         is_own = piece.buffer is ahead.kv.own and piece.end == ahead.kv.at(ahead.end)
         return piece.rows[0] if is_own else None
 
-    def _seeing(self, piece: Piece) -> slice | torch.Tensor | None:
-        """The batch's tokens that belong to a piece's rows; None for all."""
+    def _seeing(self, piece: Piece) -> slice | torch.Tensor:
+        """The batch's tokens that belong to a piece's rows."""
         if len(piece.rows) == len(self._batch):
-            return None  # then none is scattered
+            return slice(None)  # then none is scattered
         if len(piece.rows) == 1:
-            return self._tokens[piece.rows[0]]
-        runs = [self._tokens[row] for row in piece.rows]
+            return self.tokens[piece.rows[0]]
+        runs = [self.tokens[row] for row in piece.rows]
         numbers = [i for run in runs for i in range(run.start, run.stop)]
         return torch.tensor(numbers, device=piece.buffer.keys.device)
 
@@ -265,7 +270,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         return output
 
     def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
-        """See `states.Preceding`."""
+        """See `RowCache.preceding`."""
         values = inputs[:, None]
         self.update(values[..., :0], values, layer)
         found = inputs.new_empty(1, inputs.shape[1], count + 1, inputs.shape[2])
@@ -294,14 +299,6 @@ class BatchCache(Cache):  # type: ignore[misc]
 def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:
     """Runs of one layer's (1, num_kv_heads, capacity, dim) buffers, concatenated."""
     return torch.cat([side[:, :, run.begin : run.end] for side, run in parts], dim=2)
-
-
-def _token_slices(batch: Sequence[StepInput]) -> list[slice]:
-    found, begin = [], 0
-    for ahead in batch:
-        found.append(slice(begin, begin + len(ahead.token_ids)))
-        begin += len(ahead.token_ids)
-    return found
 
 
 @torch.inference_mode()
@@ -350,7 +347,7 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     cache = BatchCache(batch, decoder.windows, is_read_again=is_read_again)
     ids = [token for row in batch for token in row.token_ids]
     positions = [row.kv.position(slot) for row in batch for slot in row.at]
-    wanted = zip(_token_slices(batch), batch, strict=True)
+    wanted = zip(cache.tokens, batch, strict=True)
     last = [n for where, row in wanted for n in range(where.stop - row.num_logits, where.stop)]
     places = torch.tensor([positions], device=device)
     keeps = torch.tensor(last, device=device) if last else None

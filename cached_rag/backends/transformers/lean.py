@@ -21,7 +21,7 @@ from transformers import Cache
 
 from cached_rag.backends.transformers.attention import attention
 from cached_rag.backends.transformers.decoder import decoder_layers
-from cached_rag.backends.transformers.groups import Groups, StoredLinear, form_of, joined, keep
+from cached_rag.backends.transformers.few_bits import Groups, StoredLinear, form_of, joined, keep
 from cached_rag.backends.transformers.packing import dense_of
 
 Rotary = tuple[torch.Tensor, torch.Tensor]

@@ -146,7 +146,11 @@ class Observer:
     def __call__(
         self, layer: int, rows: Rows, query: torch.Tensor, keys: torch.Tensor, how: Scoring
     ) -> None:
-        """Score the tokens by the question's attention in one layer, if that layer is observed."""
+        """Score the tokens by the question's attention in one layer, if that layer is observed.
+
+        Raises:
+            Observed: this was the last of the layers.
+        """
         if layer not in self.layers:
             return
         if self._rows is None or self._rows[0] is not rows:
@@ -155,6 +159,8 @@ class Observer:
         asked = query[0, :, -len(asking) :]
         weights = head_mean(asked, keys[0], asking, how)
         self.scores.append(self._selector.score(weights))
+        if layer == self.layers[-1]:
+            raise Observed
 
 
 def _nearest(wanted: tuple[int, ...], attending: Sequence[int]) -> tuple[int, ...]:
@@ -251,7 +257,15 @@ class RowCache(Cache):  # type: ignore[misc]
         return keys[:, :, : self.rows.length], values[:, :, : self.rows.length]
 
     def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
-        """See `states.Preceding`."""
+        """Keep inputs of a layer's convolutions, give each row's with those of tokens before it.
+
+        Args:
+            inputs: (batch, num_rows, width).
+            count: how many tokens before a row.
+
+        Returns:
+            (batch, num_rows, count + 1, width); 0 where there is no token.
+        """
         values = inputs[:, None]
         self.update(values[..., :0], values, layer)
         return windows_before(self.buffer.values[layer], self.rows.slots, count)
@@ -275,11 +289,8 @@ class RowCache(Cache):  # type: ignore[misc]
         Raises:
             Observed: this was the last layer that it observes, so the pass can end.
         """
-        if self.observer is None:
-            return
-        self.observer(layer, self.rows, query, keys, how)
-        if layer == self.observer.layers[-1]:
-            raise Observed
+        if self.observer is not None:
+            self.observer(layer, self.rows, query, keys, how)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens the model takes to come before those that enter it."""
