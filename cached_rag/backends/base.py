@@ -172,10 +172,6 @@ class Backend(Protocol):
         """How its keys depend on position, and so whether they can be moved to another one."""
 
     @property
-    def weights_bytes(self) -> int:
-        """Bytes of its weights, in the dtype it computes in."""
-
-    @property
     def details(self) -> dict[str, object]:
         """What else is worth knowing of it, for `cached-rag doctor`, by name."""
 

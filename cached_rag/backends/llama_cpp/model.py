@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled, StepInput
-from cached_rag.backends.llama_cpp.assembly import Assembly, assembled, calls, neighbours, part_of
+from cached_rag.backends.llama_cpp.assembly import Assembly, calls, neighbours, part_of
 from cached_rag.backends.llama_cpp.context import FullError, LlamaContext, Work
 from cached_rag.backends.llama_cpp.residents import Owner, Residents, SequenceState
 from cached_rag.backends.llama_cpp.watch import Attention
@@ -40,6 +40,7 @@ class LlamaCppModel:
     """A model that llama.cpp has loaded; implements `Backend`. See `loading.py`.
 
     Attributes:
+        weights_bytes: bytes of the weights.
         about: what runs it.
         attention: what watches it; None if that is not possible.
         The others: see `Backend`.
@@ -220,7 +221,8 @@ class LlamaCppModel:
         end = slots[-1] + 1
         self.context.require(end)
         with self._sequence() as own:
-            logits = assembled(self.context, own, buffer, ids[:end], slots, num_logits, row)
+            assembly = Assembly(self.context, own, buffer, ids[:end], row=row)
+            logits = assembly.fill(slots, num_logits)
             if buffer.batch == 1:
                 self.residents.add(buffer, own, end)
             return logits

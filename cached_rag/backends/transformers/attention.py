@@ -117,8 +117,7 @@ def _padded(query: torch.Tensor, own: Padded, how: Scoring) -> Attended:
     asked = query.new_zeros(count, heads, dim)
     asked[own.rows] = query[own.tokens]
     folded = asked.view(count, kv_heads, -1, dim)
-    side = own.keys, own.values, own.mask
-    found, lse = kernels.attend_padded(folded, *side, how.factor(dim), how.softcap)
+    found, lse = kernels.attend_padded(folded, own.keys, own.values, own.mask, how)
     return found.reshape(count, heads, -1)[own.rows], lse.reshape(count, heads)[own.rows]
 
 
@@ -131,8 +130,7 @@ def _private(query: torch.Tensor, part: Part | Padded, how: Scoring) -> Attended
     if len(asked) == 1:
         return _seen_by_all(asked, part.keys, part.values, how)
     fresh = part.keys[:, :, before:], part.values[:, :, before:]
-    scale = how.factor(asked.shape[-1])
-    found, lse = kernels.attend_causal(asked.transpose(0, 1)[None], *fresh, scale, how.softcap)
+    found, lse = kernels.attend_causal(asked.transpose(0, 1)[None], *fresh, how)
     own = found[0].transpose(0, 1), lse[0].transpose(0, 1)
     if not before:
         return own
@@ -145,13 +143,13 @@ def _seen_by_all(
 ) -> Attended:
     """As `_private`, for keys all of which every token sees."""
     count, heads, dim = query.shape
-    kv_heads, scale, softcap = keys.shape[1], how.factor(dim), how.softcap
+    kv_heads = keys.shape[1]
     if count == 1:
-        found, lse = kernels.attend(query.view(1, kv_heads, -1, dim), keys, values, scale, softcap)
+        found, lse = kernels.attend(query.view(1, kv_heads, -1, dim), keys, values, how)
         return found.reshape(1, heads, -1), lse.reshape(1, heads)
     # Tokens and the heads of a group become rows of one product, so each key is read once.
     folded = query.view(count, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-    found, lse = kernels.attend(folded, keys, values, scale, softcap)
+    found, lse = kernels.attend(folded, keys, values, how)
     found = found.view(kv_heads, count, -1, values.shape[3]).transpose(0, 1)
     lse = lse.view(kv_heads, count, -1).transpose(0, 1)
     return found.reshape(count, heads, -1), lse.reshape(count, heads)
@@ -222,7 +220,9 @@ class Rows:
             return self._attend_unmasked(query, keys, values, how)
         is_bounded = how.softcap is not None or how.sinks is not None
         in_blocks = is_bounded or kernels.prefers_matmul(query)  # then no kernel is used for causal
-        blocks = self._blocks(how.window, in_blocks=in_blocks)
+        if how.window not in self._plans:
+            self._plans[how.window] = self._plan(how.window, in_blocks=in_blocks)
+        blocks = self._plans[how.window]
         parts = [self._attend_block(block, query, keys, values, how) for block in blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
@@ -247,18 +247,12 @@ class Rows:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> torch.Tensor:
         """Neighbouring rows: the keys before the first row, which all see, then their own."""
-        factor = how.factor(query.shape[3])
         before, own = slice(self.first), slice(self.first, self.last + 1)
         folded = query.reshape(1, keys.shape[1], -1, query.shape[3])
-        output, lse = kernels.attend(folded, keys[:, :, before], values[:, :, before], factor)
+        output, lse = kernels.attend(folded, keys[:, :, before], values[:, :, before], how)
         seen = output.reshape(query.shape), lse.reshape(query.shape[:3])
-        among = kernels.attend_causal(query, keys[:, :, own], values[:, :, own], factor)
+        among = kernels.attend_causal(query, keys[:, :, own], values[:, :, own], how)
         return merge(seen, among)[0].to(query.dtype)
-
-    def _blocks(self, window: int | None, *, in_blocks: bool) -> list[_Block]:
-        if window not in self._plans:
-            self._plans[window] = self._plan(window, in_blocks=in_blocks)
-        return self._plans[window]
 
     def _plan(self, window: int | None, *, in_blocks: bool) -> list[_Block]:
         """The blocks of a window.

@@ -253,7 +253,6 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     def _within(self, query: torch.Tensor, window: int, how: Scoring) -> torch.Tensor:
         """Attention of single tokens over their sliding windows, row by row; no run is shared."""
-        factor = how.factor(query.shape[-1])
         width = self._batch[0].kv.own.values[self._layer].shape[-1]
         output = query.new_empty(*query.shape[:2], width)
         for ahead, tokens in self._by_row:
@@ -265,7 +264,7 @@ class BatchCache(Cache):  # type: ignore[misc]
             keys = _joined([(run.buffer.keys[self._layer], run) for run in seen])
             values = _joined([(run.buffer.values[self._layer], run) for run in seen])
             folded = query[tokens].view(1, keys.shape[1], -1, query.shape[-1])
-            found, lse = attend(folded, keys, values, factor, how.softcap)
+            found, lse = attend(folded, keys, values, how)
             output[tokens] = how.with_sinks(found.flatten(1, 2), lse.flatten(1, 2))
         return output
 
@@ -363,8 +362,7 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
 
 def _step(decoder: Decoder, row: StepInput) -> torch.Tensor:
     """(1, vocab_size) logits after one more token of a row without shared runs."""
-    slot, device = row.kv.length, row.kv.own.keys.device
-    ids = torch.zeros(1, slot + 1, dtype=torch.int64, device=device)
+    slot = row.kv.length
+    ids = torch.zeros(1, slot + 1, dtype=torch.int64)
     ids[0, slot] = row.token_ids[-1]
-    slots = torch.tensor([slot], device=device)
-    return prefill_rows(decoder, row.kv.own, ids, slots).logits
+    return prefill_rows(decoder, row.kv.own, ids, torch.tensor([slot])).logits

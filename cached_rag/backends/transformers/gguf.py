@@ -8,9 +8,8 @@ Weights in groups of 4 bits stay what they are (`few_bits.py`), all others becom
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -97,27 +96,6 @@ def convert_tokenizer(source: Path, folder: Path) -> None:
 def _where(source: Path) -> dict[str, str]:
     """A GGUF as `from_pretrained` takes it."""
     return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-
-
-def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
-    """Join the pieces of a file and return `target`.
-
-    Raises:
-        ModelError: the joined file does not have that digest.
-    """
-    state = hashlib.sha256()
-    with target.open("wb") as whole:
-        for piece in pieces:
-            with piece.open("rb") as file:
-                while block := file.read(1 << 22):
-                    state.update(block)
-                    whole.write(block)
-    if state.hexdigest() != sha256:
-        raise ModelError(
-            f"the pieces of {pieces[0].name} and after are not those of {sha256}; install the "
-            "wheels again"
-        )
-    return target
 
 
 @contextmanager

@@ -59,18 +59,13 @@ class LanguageModel:
     token_price = 1 / 6
 
     @property
-    def device(self) -> torch.device:
-        """The device that the model is on."""
-        return self.shapes.device
-
-    @property
     def vocab_size(self) -> int:
         """See `Backend`."""
         return int(self.decoder.model.config.get_text_config().vocab_size)
 
     @property
     def weights_bytes(self) -> int:
-        """See `Backend`."""
+        """Bytes of the weights, in the dtype they are computed in."""
         networks = (self.decoder.model, self.decoder.network)
         few_bits = (m for m in networks[1].modules() if isinstance(m, FewBitLinear))
         held = (network.parameters() for network in networks), (m.buffers() for m in few_bits)
@@ -126,7 +121,7 @@ class LanguageModel:
     def unpacked(self, data: torch.Tensor, length: int) -> LayerStates:
         """See `Backend`."""
         tensors = load(data.numpy().tobytes())
-        return LayerStates.of(self.decoder.model.config, tensors, length, self.device)
+        return LayerStates.of(self.decoder.model.config, tensors, length, self.shapes.device)
 
     @property
     def can_append(self) -> bool:
@@ -142,8 +137,7 @@ class LanguageModel:
         num_logits: int = 1,
     ) -> Prefilled:
         """See `Backend`."""
-        ids = token_ids.to(self.device)
-        return prefill_rows(self.decoder, buffer, ids, slots, num_logits=num_logits)
+        return prefill_rows(self.decoder, buffer, token_ids, slots, num_logits=num_logits)
 
     def repair(
         self,
@@ -154,8 +148,7 @@ class LanguageModel:
         ready: Callable[[int], object] | None = None,
     ) -> Prefilled:
         """See `Backend`."""
-        ids = token_ids.to(self.device)
-        return Repair(self.decoder, buffer, ids, layout, method, ready).run()
+        return Repair(self.decoder, buffer, token_ids, layout, method, ready).run()
 
     def choose(
         self,
@@ -166,8 +159,7 @@ class LanguageModel:
         ready: Callable[[int], object] | None = None,
     ) -> Chosen | None:
         """See `Backend`."""
-        ids = token_ids.to(self.device)
-        return Repair(self.decoder, buffer, ids, layout, method, ready).choose()
+        return Repair(self.decoder, buffer, token_ids, layout, method, ready).choose()
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
         """See `Backend`."""
@@ -176,7 +168,7 @@ class LanguageModel:
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
         """See `Backend`."""
-        model, ids = self.decoder.model, token_ids.to(self.device)
+        model, ids = self.decoder.model, token_ids.to(self.shapes.device)
         options: dict[str, Any] = {"use_cache": True}
         if split:
             name = cache_argument(model)

@@ -98,11 +98,12 @@ class RowPass:
         num_logits: int,
         ready: Callable[[int], object] | None = None,
     ) -> None:
-        length = token_ids.shape[1]
+        length, device = token_ids.shape[1], buffer.keys.device
+        token_ids, slots = token_ids.to(device), slots.to(device)
         self.decoder, self.num_logits, self.ready = decoder, num_logits, ready
         self.gaps = None if buffer.positions is None else buffer.positions[:length]
         positions = torch.arange(length) if self.gaps is None else self.gaps
-        positions = positions.to(slots.device)
+        positions = positions.to(device)
         rows = Rows(slots, length)
         # Without our attention, only the last rows of a prompt may enter by themselves: the model's
         # own masks are right for them.
@@ -291,7 +292,7 @@ def prefill_rows(
 ) -> Prefilled:
     """See `Backend.prefill`. With `num_logits` 0 the model's head is not computed."""
     slots = torch.arange(token_ids.shape[1]) if slots is None else slots
-    return RowPass(decoder, buffer, token_ids, slots.to(token_ids.device), num_logits).forward()
+    return RowPass(decoder, buffer, token_ids, slots, num_logits).forward()
 
 
 @dataclass(frozen=True)
@@ -337,7 +338,6 @@ class Repair:
         return Chosen(slots, slots, 0)
 
     def _pass(self, slots: torch.Tensor, num_logits: int) -> RowPass:
-        slots = slots.to(self.token_ids.device)
         return RowPass(self.decoder, self.buffer, self.token_ids, slots, num_logits, self.ready)
 
     def _ask(self, method: QuestionSelector) -> Chosen:
@@ -351,7 +351,7 @@ class Repair:
                 "this model's attention cannot be watched, so methods that ask the question cannot "
                 "be used with it; choose cacheblend, epic or reuse"
             )
-        live = self.layout.fresh.to(self.token_ids.device)
+        live = self.layout.fresh.to(self.buffer.keys.device)
         asked = self._pass(live.nonzero().squeeze(1), 0)
         observer = Observer(method, self.layout, self.decoder.attending)
         asked.cache.observer = observer

@@ -280,9 +280,7 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
     positions = positions + torch.tensor([[0], [delta]], device=token_ids.device)
     takes_positions = "position_ids" in decoder.parameters
     try:
-        found = record(
-            decoder.model, decoder.modules, token_ids, positions if takes_positions else None
-        )
+        found = record(decoder, token_ids, positions if takes_positions else None)
         if len(found.outputs) != len(decoder.layers):
             raise ValueError("its layers are not run once each")
     except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -306,7 +304,7 @@ def _adds_positions(decoder: Decoder) -> bool:
     So it is in models that take no positions and number the tokens themselves, as BART does.
     """
     token_ids = _probe_ids(decoder.model)[:, :1].expand(2, _PROBE_TOKENS)
-    given = record(decoder.model, decoder.modules, token_ids, None).given[0]
+    given = record(decoder, token_ids, None).given[0]
     return _share(given - given[:1], given, given) > TOLERANCE
 
 

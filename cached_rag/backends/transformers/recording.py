@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from cached_rag.backends.transformers.decoder import REMEDY, cache_argument
+from cached_rag.backends.transformers.decoder import REMEDY, Decoder, cache_argument
 from cached_rag.errors import ModelError
 from cached_rag.kv.layers import KVShapes, LayerShape
 
@@ -204,19 +204,14 @@ def kv_shapes(model: Any, token_ids: torch.Tensor) -> tuple[KVShapes, frozenset[
     return shapes, frozenset(cache.stateful)
 
 
-def record(
-    model: Any,
-    layers: Sequence[torch.nn.Module],
-    token_ids: torch.Tensor,
-    positions: torch.Tensor | None,
-) -> Recording:
+def record(decoder: Decoder, token_ids: torch.Tensor, positions: torch.Tensor | None) -> Recording:
     """Run the unmodified model once and record every layer.
 
     Args:
         token_ids: (2, seq_len) int64, the same tokens twice.
         positions: (2, seq_len) int64; None if the model takes no positions.
     """
-    found, cache = Recording(), _Listening()
+    found, cache, layers = Recording(), _Listening(), decoder.modules
 
     def enter(index: int, inputs: Inputs) -> Inputs:
         hidden = inputs["hidden_states"]
@@ -226,11 +221,11 @@ def record(
         found.inputs.append(hidden.clone())
         return {"hidden_states": hidden}
 
-    options: Inputs = {cache_argument(model): cache}
+    options: Inputs = {decoder.cache_name: cache}
     if positions is not None:
         options["position_ids"] = positions
     with entering(layers, enter), leaving(layers, lambda _, hidden: found.outputs.append(hidden)):
-        output = model(input_ids=token_ids, use_cache=False, **options)
+        output = decoder.model(input_ids=token_ids, use_cache=False, **options)
     found.logits = output.logits[:, -1].float()
     for index in range(len(layers)):
         keys, values = cache.kept.get(index, (None, None))

@@ -38,7 +38,6 @@ class _Samples:
     """Which recomputed rows are samples of which chunks.
 
     Attributes:
-        rows: the rows of the pass that these samples were taken from.
         picked: (num_picked,) indices of the rows that lie in a chunk.
         weights: (num_modules, num_picked) fp32; multiplied by the picked rows' movements they give
             each chunk's movement.
@@ -47,12 +46,11 @@ class _Samples:
             where it lies in none.
     """
 
-    rows: Rows
     picked: torch.Tensor
     weights: torch.Tensor
-    begin: int = 0
-    end: int = 0
-    chunk: torch.Tensor | None = None
+    begin: int
+    end: int
+    chunk: torch.Tensor
 
 
 class Drift:
@@ -60,7 +58,8 @@ class Drift:
 
     def __init__(self, modules: Sequence[tuple[int, int]]) -> None:
         self._modules = tuple(modules)
-        self._last: _Samples | None = None
+        self._rows: Rows | None = None
+        self._last: _Samples | None = None  # of these rows
 
     def transfer(
         self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor, buffer: KVBuffer
@@ -75,8 +74,9 @@ class Drift:
         """
         if layer == 0:  # its KV depends on the token alone, not on the text before it
             return
-        samples = self._samples(rows)
-        if samples.chunk is None:
+        if rows is not self._rows:
+            self._rows, self._last = rows, self._sampled(rows)
+        if (samples := self._last) is None:
             return
         slots = rows.slots[samples.picked]
         sides = [(keys, buffer.keys[layer]), (values, buffer.values[layer])]
@@ -89,12 +89,8 @@ class Drift:
         for (_, held), shift in zip(sides, shifts, strict=True):
             held[:, :, samples.begin : samples.end] += shift
 
-    def _samples(self, rows: Rows) -> _Samples:
-        if self._last is None or self._last.rows is not rows:
-            self._last = self._sampled(rows)
-        return self._last
-
-    def _sampled(self, rows: Rows) -> _Samples:
+    def _sampled(self, rows: Rows) -> _Samples | None:
+        """The samples among some rows; None if they lie in no chunk."""
         spoken, counts, device = [], [], rows.slots.device
         slots = rows.slots.cpu()  # a GPU would be waited for at each question below
         for begin, end in self._modules:
@@ -103,8 +99,7 @@ class Drift:
                 spoken.append((begin, end))
                 counts.append((offsets / _SETTLED).sqrt())
         if not spoken:
-            nothing = torch.empty(0, dtype=torch.int64)
-            return _Samples(rows, nothing, torch.empty(0, 0))
+            return None
         counted = torch.stack(counts)
         picked = counted.any(dim=0).nonzero().squeeze(1)
         weights = counted[:, picked] / (counted.sum(dim=1, keepdim=True) + _CAUTION)
@@ -113,7 +108,7 @@ class Drift:
         for index, (begin, end) in enumerate(spoken):
             chunk[begin - first : end - first] = index
         picked, weights, chunk = (part.to(device) for part in (picked, weights, chunk))
-        return _Samples(rows, picked, weights, first, last, chunk)
+        return _Samples(picked, weights, first, last, chunk)
 
 
 class Observed(Exception):  # noqa: N818 (a signal, not an error)
