@@ -6,7 +6,7 @@ Knows transformers; knows no prompt, chunk or store.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from cached_rag.backends.base import Chosen, Prefilled, StepInput
+from cached_rag.backends.base import Chosen, Prefilled, RepairInput, StepInput
 from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.transformers.batch import step_batch
 from cached_rag.backends.transformers.compose import StateComposer
@@ -26,7 +26,6 @@ from cached_rag.backends.transformers.states import LayerStates
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
-from cached_rag.methods.base import Layout, Selector
 
 
 @dataclass(frozen=True)
@@ -139,27 +138,13 @@ class LanguageModel:
         """See `Backend`."""
         return prefill_rows(self.decoder, buffer, token_ids, slots, num_logits=num_logits)
 
-    def repair(
-        self,
-        buffer: KVBuffer,
-        token_ids: torch.Tensor,
-        layout: Layout,
-        method: Selector,
-        ready: Callable[[int], object] | None = None,
-    ) -> Prefilled:
+    def repair(self, prompt: RepairInput) -> Prefilled:
         """See `Backend`."""
-        return Repair(self.decoder, buffer, token_ids, layout, method, ready).run()
+        return Repair(self.decoder, prompt).run()
 
-    def choose(
-        self,
-        buffer: KVBuffer,
-        token_ids: torch.Tensor,
-        layout: Layout,
-        method: Selector,
-        ready: Callable[[int], object] | None = None,
-    ) -> Chosen | None:
+    def choose(self, prompt: RepairInput) -> Chosen | None:
         """See `Backend`."""
-        return Repair(self.decoder, buffer, token_ids, layout, method, ready).choose()
+        return Repair(self.decoder, prompt).choose()
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
         """See `Backend`."""

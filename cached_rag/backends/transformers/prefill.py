@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from cached_rag.backends.base import Chosen, Prefilled
+from cached_rag.backends.base import Chosen, Prefilled, RepairInput
 from cached_rag.backends.transformers.attention import Rows, attending
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.recording import Inputs, entering
@@ -297,27 +297,19 @@ def prefill_rows(
 
 @dataclass(frozen=True)
 class Repair:
-    """A prompt with reused KV, and the method that says what of it is computed again.
-
-    Attributes:
-        buffer, token_ids, layout, method, ready: see `Backend.repair`.
-    """
+    """The repair of a prompt."""
 
     decoder: Decoder
-    buffer: KVBuffer
-    token_ids: torch.Tensor
-    layout: Layout
-    method: Selector
-    ready: Callable[[int], object] | None = None
+    prompt: RepairInput
 
     @torch.inference_mode()
     def run(self) -> Prefilled:
         """See `Backend.repair`. At its check layers the method drops rows."""
-        chosen = self._chosen()
+        chosen, layout, method = self._chosen(), self.prompt.layout, self.prompt.method
         run = self._pass(chosen.left, 1)
-        run.layout, run.selector = self.layout, self.method
-        run.checks = frozenset(self.method.check_layers(self.layout))
-        run.cache.drift = Drift(self.layout.modules) if self.method.transfers_drift else None
+        run.layout, run.selector = layout, method
+        run.checks = frozenset(method.check_layers(layout))
+        run.cache.drift = Drift(layout.modules) if method.transfers_drift else None
         done = run.forward()
         if chosen.computed:
             done.computed += chosen.computed
@@ -327,18 +319,20 @@ class Repair:
     @torch.inference_mode()
     def choose(self) -> Chosen | None:
         """See `Backend.choose`."""
-        return None if self.method.check_layers(self.layout) else self._chosen()
+        checks = self.prompt.method.check_layers(self.prompt.layout)
+        return None if checks else self._chosen()
 
     def _chosen(self) -> Chosen:
         """The rows that the method begins with; it may look at what the question attends to."""
-        method = self.method
-        if isinstance(method, QuestionSelector) and method.observed_layers(self.layout):
+        method, layout = self.prompt.method, self.prompt.layout
+        if isinstance(method, QuestionSelector) and method.observed_layers(layout):
             return self._ask(method)
-        slots = method.first_rows(self.layout).nonzero().squeeze(1)
+        slots = method.first_rows(layout).nonzero().squeeze(1)
         return Chosen(slots, slots, 0)
 
     def _pass(self, slots: torch.Tensor, num_logits: int) -> RowPass:
-        return RowPass(self.decoder, self.buffer, self.token_ids, slots, num_logits, self.ready)
+        one = self.prompt
+        return RowPass(self.decoder, one.buffer, one.token_ids, slots, num_logits, one.ready)
 
     def _ask(self, method: QuestionSelector) -> Chosen:
         """Compute the live rows, which have no KV; watch what the question among them attends to.
@@ -351,13 +345,14 @@ class Repair:
                 "this model's attention cannot be watched, so methods that ask the question cannot "
                 "be used with it; choose cacheblend, epic or reuse"
             )
-        live = self.layout.fresh.to(self.buffer.keys.device)
+        layout = self.prompt.layout
+        live = layout.fresh.to(self.prompt.buffer.keys.device)
         asked = self._pass(live.nonzero().squeeze(1), 0)
-        observer = Observer(method, self.layout, self.decoder.attending)
+        observer = Observer(method, layout, self.decoder.attending)
         asked.cache.observer = observer
         with suppress(Observed):  # once it has seen all its layers
             asked.forward()
-        chosen = method.choose(torch.stack(observer.scores), self.layout)
+        chosen = method.choose(torch.stack(observer.scores), layout)
         first = int(chosen.nonzero()[0])
         is_valid = len(self.decoder.layers) - 1 in observer.layers
         every = (live | chosen).nonzero().squeeze(1)
