@@ -132,7 +132,7 @@ def resolve(name: str) -> ModelSource:
             raise ModelNotFoundError(f"{path} has no config.json; a model folder needs one")
         return ModelSource(str(path), False, "")
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelNotFoundError(f"there is neither a GGUF file nor a model folder at {path}")
+        raise ModelNotFoundError(f"there is no model folder and no GGUF file at {path}")
     if near := difflib.get_close_matches(name.lower(), ALIASES, 1, _LIKELY_MEANT):
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {near[0]!r}?")
     return ModelSource(name, False, "")
@@ -293,7 +293,7 @@ def plain_json(name: str, values: Mapping[str, Any] | None) -> str:
     """
     try:
         return json.dumps(dict(values or {}), sort_keys=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{name} takes strings, numbers, lists and the like, by which KV is told apart: {error}"
         ) from error

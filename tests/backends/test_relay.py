@@ -153,13 +153,15 @@ def test_relayed_attention_equals_attention_over_the_concatenation(counts):
     private = [Part(*sides, w) for sides, w in zip(own, where, strict=True)]
     every = slice(None)
     shared = [Part(*system, every), Part(*document, both)]
-    relayed = relay_attention(query, shared, private)
+    relayed = relay_attention(query, shared, private, Scoring())
     for row, held in enumerate(((system, document), (system,), (system, document))):
         runs = [*held, own[row]]
         keys, values = (torch.cat([run[side] for run in runs], 2) for side in (0, 1))
         expected = whole_attention(query[where[row]], keys, values)
         assert torch.allclose(relayed[where[row]], expected, atol=1e-5)
-    everyone = relay_attention(query, [Part(*system, every), Part(*document, every)], private)
+    everyone = relay_attention(
+        query, [Part(*system, every), Part(*document, every)], private, Scoring()
+    )
     assert not torch.allclose(everyone[where[1]], relayed[where[1]], atol=1e-3)
     assert torch.allclose(everyone[where[0]], relayed[where[0]], atol=1e-5)
 
@@ -184,7 +186,7 @@ def test_rows_of_a_slab_are_attended_together(dtype):
     )
     other = kv(9, 2, dtype)
     private = [together, Part(*other, slice(2, 3))]
-    relayed = relay_attention(query, [Part(*system, slice(None))], private)
+    relayed = relay_attention(query, [Part(*system, slice(None))], private, Scoring())
     sides = [(slab.whole.keys[0, row], slab.whole.values[0, row]) for row in range(5)]
     runs = [
         [side[None, :, 5:40] for side in sides[2]],

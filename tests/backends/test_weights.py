@@ -94,7 +94,7 @@ def test_products_in_few_bits_are_those_of_the_dense_weights(kind, rows, has_bia
     weights, bias = torch.randn(48, 64), torch.randn(48) if has_bias else None
     if kind == "int4":
         groups = grouped(weights)
-        layer, dense = Int4Linear(groups, torch.float32, bias), groups.dense(torch.float32)
+        layer, dense = Int4Linear(groups, torch.float32, bias, None), groups.dense(torch.float32)
     else:
         levels, scales = in_bytes(weights, torch.float32)
         layer, dense = Int8Linear(levels, scales, bias), levels * scales[:, None]
@@ -153,7 +153,7 @@ def test_weights_that_fp16_has_no_room_for_stay_in_fp32():
 def test_few_bits_are_read_in_bf16_for_a_model_in_fp32():
     weights, hidden = torch.randn(48, 64), torch.randn(3, 64)
     expected = hidden @ weights.T
-    int4 = Int4Linear(grouped(weights), torch.bfloat16)
+    int4 = Int4Linear(grouped(weights), torch.bfloat16, None, None)
     int8 = Int8Linear(*in_bytes(weights, torch.bfloat16))
     for layer, most in ((int4, 0.15), (int8, 0.02)):
         found = layer(hidden)

@@ -73,10 +73,7 @@ class Padded:
 
 
 def relay_attention(
-    query: torch.Tensor,
-    shared: Sequence[Part],
-    private: Sequence[Part | Padded],
-    how: Scoring = Scoring(),  # noqa: B008
+    query: torch.Tensor, shared: Sequence[Part], private: Sequence[Part | Padded], how: Scoring
 ) -> torch.Tensor:
     """Attention of a batch's tokens over the runs that rows share and over each row's own keys.
 
@@ -392,10 +389,8 @@ def attention(
     return output.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
 
 
-def _causal_mask(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+def _causal_mask(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """An additive causal mask, which transformers leaves out if its own kernel would apply one."""
-    if query.shape[2] == 1:
-        return None
     mask = query.new_full((query.shape[2], keys.shape[2]), float("-inf"))
     return mask.triu(keys.shape[2] - query.shape[2] + 1)
 

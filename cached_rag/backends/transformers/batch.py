@@ -27,7 +27,7 @@ from cached_rag.backends.transformers.attention import (
 )
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.kernels import Scoring, attend, first_seen
-from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.backends.transformers.prefill import RowPass
 from cached_rag.backends.transformers.row_cache import Drift
 from cached_rag.backends.transformers.states import windows_before
 from cached_rag.errors import ModelError
@@ -118,22 +118,12 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     Attributes:
         tokens: which of the batch's tokens are each row's.
+        is_read_again: some layers keep nothing, and attend to what an earlier one keeps.
     """
 
-    def __init__(
-        self,
-        batch: Sequence[StepInput],
-        windows: tuple[int | None, ...],
-        *,
-        is_read_again: bool = False,
-    ) -> None:
-        """Begin a pass.
-
-        Args:
-            is_read_again: some layers keep nothing, and attend to what an earlier one keeps.
-        """
+    def __init__(self, batch: Sequence[StepInput], windows: tuple[int | None, ...]) -> None:
         super().__init__(layers=[])
-        self.windows, self._is_read_again = windows, is_read_again
+        self.windows, self.is_read_again = windows, False
         self._batch = batch
         ends = [*accumulate(len(ahead.token_ids) for ahead in batch)]
         self.tokens = [slice(*run) for run in pairwise([0, *ends])]
@@ -207,7 +197,7 @@ class BatchCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write each row's part of (1, num_kv_heads, num_tokens, dim) to the row's buffer."""
         self._layer = layer_idx
-        if not self._is_read_again:
+        if not self.is_read_again:
             self._given.clear()
         self._given.append((layer_idx, key_states, value_states))
         for fresh in self._fresh:
@@ -342,8 +332,8 @@ def step_batch(decoder: Decoder, batch: Sequence[StepInput], *, together: bool) 
 
 def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     device = batch[0].kv.own.keys.device
-    is_read_again = decoder.num_keeping < len(decoder.layers)
-    cache = BatchCache(batch, decoder.windows, is_read_again=is_read_again)
+    cache = BatchCache(batch, decoder.windows)
+    cache.is_read_again = decoder.num_keeping < len(decoder.layers)
     ids = [token for row in batch for token in row.token_ids]
     positions = [row.kv.position(slot) for row in batch for slot in row.at]
     wanted = zip(cache.tokens, batch, strict=True)
@@ -365,4 +355,4 @@ def _step(decoder: Decoder, row: StepInput) -> torch.Tensor:
     slot = row.kv.length
     ids = torch.zeros(1, slot + 1, dtype=torch.int64)
     ids[0, slot] = row.token_ids[-1]
-    return prefill_rows(decoder, row.kv.own, ids, torch.tensor([slot])).logits
+    return RowPass(decoder, row.kv.own, ids, torch.tensor([slot]), 1).forward().logits

@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from transformers.cache_utils import Cache
 
 from cached_rag.backends.transformers.decoder import Decoder
-from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.backends.transformers.prefill import RowPass
 from cached_rag.backends.transformers.recording import Inputs, entering
 from cached_rag.backends.transformers.states import DECAY, LayerStates, copied_layer, reads_by_token
 from cached_rag.errors import ModelError
@@ -57,7 +57,7 @@ class StateComposer:
     ) -> torch.Tensor:
         """See `backends.base.Composer`."""
         with _watched(self.decoder) as calls:
-            prefill_rows(self.decoder, buffer, token_ids, slots, num_logits=0)
+            RowPass(self.decoder, buffer, token_ids, slots, 0).forward()
         assert isinstance(buffer.states, LayerStates)
         offsets, matrices = buffer.states.copy(), dict[str, torch.Tensor]()
         for call in calls:

@@ -309,11 +309,7 @@ class Int4Linear(FewBitLinear):
     packed: torch.Tensor
 
     def __init__(
-        self,
-        groups: Groups,
-        dtype: torch.dtype,
-        bias: torch.Tensor | None = None,
-        dense: nn.Module | None = None,
+        self, groups: Groups, dtype: torch.dtype, bias: torch.Tensor | None, dense: nn.Module | None
     ) -> None:
         """Reorder a matrix for the kernel.
 

@@ -143,19 +143,20 @@ def _tensors(
                     'backend="llama.cpp", or the model it was made from'
                 )
             continue
+        is_few_bits = tensor.tensor_type.name not in _DENSE
         name = names[done.name]
         module = name.removesuffix(".weight")
         if module not in linears or name == module:
             yield name, _in_bf16(done.weights)
         elif (groups := _groups(tensor, done.weights, processed)) is None:
-            if _is_few_bits(tensor):
+            if is_few_bits:
                 stored.int8.append(module)
             yield name, _in_bf16(done.weights)
         else:
             stored.int4.append(module)
             for part, values in vars(groups).items():
                 yield f"{module}.{part}", values
-        if tensor.name == _EMBEDDING and config.tie_word_embeddings and _is_few_bits(tensor):
+        if tensor.name == _EMBEDDING and config.tie_word_embeddings and is_few_bits:
             stored.int8.append(_HEAD)
     for name, weights in merged["tensors"].items():
         yield name, weights.bfloat16()
@@ -227,10 +228,6 @@ def _halves(bytes_: np.ndarray[Any, Any], run: int) -> np.ndarray[Any, Any]:
     """Levels: of every `run`, the first half lies in low bits, the second half in high bits."""
     split = bytes_.reshape(len(bytes_), -1, run // 2)
     return np.stack([split & 15, split >> 4], axis=2).reshape(len(bytes_), -1)
-
-
-def _is_few_bits(tensor: Any) -> bool:
-    return tensor.tensor_type.name not in _DENSE
 
 
 def _in_bf16(weights: Any) -> torch.Tensor:

@@ -307,7 +307,10 @@ def attend_padded(
     """
     is_even, scale = keys.shape[3] == values.shape[3], how.factor(query.shape[3])
     if query.device.type == "cpu" and is_even and how.softcap is None:
-        return _cpu(query, keys, values, scale, causal=False, mask=mask)
+        output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, attn_mask=mask, scale=scale
+        )
+        return output, lse
     scores = capped((query @ keys.transpose(2, 3)).float() * scale, how.softcap) + mask
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
@@ -374,20 +377,14 @@ KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], A
 
 
 def _cpu(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None = None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
 ) -> Attended:
     """The kernel behind torch's attention on CPUs; it takes fewer KV heads than heads.
 
     For a row that sees no key, output and lse are 0.
     """
     output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+        query, keys, values, 0.0, causal, scale=scale
     )
     return output, lse
 

@@ -189,21 +189,11 @@ class LeanModel(nn.Module):
         """The model without its head."""
         return self
 
-    def get_input_embeddings(self) -> nn.Module:
-        """As a transformers model's."""
-        found: nn.Module = self.embed_tokens
-        return found
-
-    def get_output_embeddings(self) -> nn.Module:
-        """As a transformers model's."""
-        return self.lm_head  # type: ignore[no-any-return]
-
     def forward(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         cache: Cache,
-        use_cache: bool = True,
         logits_to_keep: int | torch.Tensor | None = None,
     ) -> SimpleNamespace:
         """`.logits`, (batch, num_logits, vocab_size); none without `logits_to_keep`.

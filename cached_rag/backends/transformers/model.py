@@ -21,7 +21,7 @@ from cached_rag.backends.transformers.compose import StateComposer
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
 from cached_rag.backends.transformers.few_bits import FewBitLinear, HalfLinear
 from cached_rag.backends.transformers.packing import Format, formats
-from cached_rag.backends.transformers.prefill import Repair, prefill_rows
+from cached_rag.backends.transformers.prefill import Repair, RowPass
 from cached_rag.backends.transformers.states import LayerStates
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import KVShapes
@@ -127,6 +127,7 @@ class LanguageModel:
         """See `Backend`. False with sliding windows."""
         return self.can_batch and not any(self.decoder.windows)
 
+    @torch.inference_mode()
     def prefill(
         self,
         buffer: KVBuffer,
@@ -136,7 +137,8 @@ class LanguageModel:
         num_logits: int = 1,
     ) -> Prefilled:
         """See `Backend`."""
-        return prefill_rows(self.decoder, buffer, token_ids, slots, num_logits=num_logits)
+        slots = torch.arange(token_ids.shape[1]) if slots is None else slots
+        return RowPass(self.decoder, buffer, token_ids, slots, num_logits).forward()
 
     def repair(self, prompt: RepairInput) -> Prefilled:
         """See `Backend`."""

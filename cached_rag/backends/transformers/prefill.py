@@ -132,8 +132,7 @@ class RowPass:
             self.buffer.states = LayerStates.new(self.decoder.model.config)
         states = self.buffer.states
         if states is None or states.length != rows.first:
-            where = "nowhere" if states is None else f"behind token {states.length}"
-            raise ModelError(f"the states before token {rows.first} are not there, but {where}")
+            raise ModelError(f"the states before token {rows.first} are not there")
 
     def forward(self) -> Prefilled:
         """Run the model once over the rows."""
@@ -279,20 +278,6 @@ class RowPass:
         wide = hidden.new_zeros(*hidden.shape[:-2], self.num_entering, hidden.shape[-1])
         wide[..., self.kept, :] = hidden
         return (wide, *output[1:]) if isinstance(output, tuple) else wide
-
-
-@torch.inference_mode()
-def prefill_rows(
-    decoder: Decoder,
-    buffer: KVBuffer,
-    token_ids: torch.Tensor,
-    slots: torch.Tensor | None = None,
-    *,
-    num_logits: int = 1,
-) -> Prefilled:
-    """See `Backend.prefill`. With `num_logits` 0 the model's head is not computed."""
-    slots = torch.arange(token_ids.shape[1]) if slots is None else slots
-    return RowPass(decoder, buffer, token_ids, slots, num_logits).forward()
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
     shapes, stateful = kv_shapes(model, _probe_ids(model)[:, :2])
     dense = Decoder(model, model, decoder_layers(model, shapes, stateful), is_fast=False)
     tolerance = max(TOLERANCE, 4 * table_rounding(model))
-    with in_float32(model, dense.modules), _narrow_windows(model.config):
+    with in_float32(dense), _narrow_windows(model.config):
         delta = _delta(dense)
         seen = _recorded(dense, delta)
         rule = find_rule(model, seen, delta, tolerance)
@@ -162,7 +162,7 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
         for layer in decoder.layers
     ]
     probe = _Probe(replace(decoder, layers=tuple(layers)), seen)
-    with in_float32(decoder.network, decoder.modules), _narrow_windows(decoder.model.config):
+    with in_float32(decoder), _narrow_windows(decoder.model.config):
         try:
             found = probe.run()
         except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as e:

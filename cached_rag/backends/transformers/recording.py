@@ -64,16 +64,16 @@ class _Loan:
 
 
 @contextmanager
-def in_float32(model: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside this context, everything between embeddings and head is computed in fp32.
+def in_float32(decoder: Decoder) -> Iterator[None]:
+    """Inside this context, all that a network has between embeddings and head computes in fp32.
 
-    Args:
-        model: a transformers causal LM; afterwards its weights are as before.
-        layers: its decoder layers.
+    Afterwards its weights are as before.
     """
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, head = decoder.model.get_input_embeddings(), decoder.model.get_output_embeddings()
     tables = [module for module in (embeddings, head) if module is not None]
-    later = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in (*tables, *layers))
+    later = chain.from_iterable(
+        chain(m.parameters(), m.buffers()) for m in (*tables, *decoder.modules)
+    )
     rest, one = _Loan({}, frozenset(map(id, later))), _Loan({}, frozenset())
     with ExitStack() as stack:
         stack.callback(rest.settle)
@@ -82,10 +82,10 @@ def in_float32(model: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
         hold(embeddings.register_forward_hook(lambda _, __, output: output.float()))
         if head is not None:
             hold(head.register_forward_pre_hook(_narrow))
-        for layer in layers:
+        for layer in decoder.modules:
             hold(layer.register_forward_pre_hook(lambda layer, _: one.lend(layer)))
             hold(layer.register_forward_hook(lambda *_: one.settle(), always_call=True))
-        rest.lend(model)
+        rest.lend(decoder.network)
         yield
 
 
