@@ -410,6 +410,7 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
     unbounded = machine.free_bytes("cpu")
     (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\n")
     (tmp_path / "memory.current").write_text("1000000\n")
     assert machine.free_bytes("cpu") == 2_000_000 < unbounded
     (tmp_path / "memory.stat").write_text("anon 5\nactive_file 300\ninactive_file 400\n")

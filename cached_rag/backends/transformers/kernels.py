@@ -199,7 +199,10 @@ def plain_attention(
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax of (..., num_heads, num_rows, num_keys) scores, with a sink a head, if there are."""
+    """Softmax of (..., num_heads, num_rows, num_keys) scores, with a sink a head, if there are.
+
+    It is computed in fp32 inside, whatever the dtype.
+    """
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)

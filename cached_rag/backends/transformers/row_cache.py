@@ -194,11 +194,7 @@ def head_mean(query: torch.Tensor, keys: torch.Tensor, rows: Rows, how: Scoring)
         scores = capped((head_query * factor) @ head_keys.T, how.softcap)
         scores = scores.view(-1, count, keys.shape[1])
         scores[:, :, first:].masked_fill_(hidden, float("-inf"))
-        if sinks is None:
-            torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
-        else:
-            scores = softmax(scores, sinks)
-        mean += scores.sum(dim=0, dtype=torch.float32)
+        mean += softmax(scores, sinks).sum(dim=0, dtype=torch.float32)
     return mean / heads
 
 
