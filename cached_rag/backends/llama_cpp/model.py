@@ -28,7 +28,7 @@ from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods import spelled
-from cached_rag.methods.base import Layout, QuestionSelector
+from cached_rag.methods.base import QuestionSelector
 
 # A context is made larger by one part in so many than is needed at once.
 _SLACK = 4
@@ -152,7 +152,7 @@ class LlamaCppModel:
         ids: list[int] = prompt.token_ids[0].tolist()
         rows, asked = method.first_rows(layout), 0
         if isinstance(method, QuestionSelector) and method.observed_layers(layout):
-            rows = rows | self._ask(buffer, ids, layout, method)
+            rows = rows | self._ask(prompt, ids, method)
             asked = len(ids) - layout.question
         slots = rows.nonzero().squeeze(1)
         self.context.require(len(ids) + len(slots))
@@ -168,14 +168,13 @@ class LlamaCppModel:
             self.residents.add(buffer, own, len(ids))
         return Prefilled(logits[None], (asked + len(slots)) * self.shapes.num_layers, slots)
 
-    def _ask(
-        self, buffer: KVBuffer, ids: list[int], layout: Layout, method: QuestionSelector
-    ) -> torch.Tensor:
+    def _ask(self, prompt: RepairInput, ids: list[int], method: QuestionSelector) -> torch.Tensor:
         """(seq_len,) bool: what the question chooses, over the KV that the buffer has.
 
         Other tokens without KV are left out. Most are what joins two chunks.
         """
         assert self.attention is not None
+        buffer, layout = prompt.buffer, prompt.layout
         with self._sequence() as own, self.attention.watched(method, layout) as scores:
             asking = Assembly(self.context, own, buffer, ids, layout.fresh)
             asking.append((layout.question, len(ids)))

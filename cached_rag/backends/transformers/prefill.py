@@ -132,7 +132,8 @@ class RowPass:
             self.buffer.states = LayerStates.new(self.decoder.model.config)
         states = self.buffer.states
         if states is None or states.length != rows.first:
-            raise ModelError(f"the states before token {rows.first} are not there")
+            where = "nowhere" if states is None else f"behind token {states.length}"
+            raise ModelError(f"the states before token {rows.first} are not there, but {where}")
 
     def forward(self) -> Prefilled:
         """Run the model once over the rows."""
