@@ -21,7 +21,7 @@ from cached_rag.backends.transformers.compose import StateComposer
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
 from cached_rag.backends.transformers.few_bits import FewBitLinear, HalfLinear
 from cached_rag.backends.transformers.packing import Format, formats
-from cached_rag.backends.transformers.prefill import Repair, RowPass
+from cached_rag.backends.transformers.prefill import RowPass, choose_rows, repair_rows
 from cached_rag.backends.transformers.states import LayerStates
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import KVShapes
@@ -142,11 +142,11 @@ class LanguageModel:
 
     def repair(self, prompt: RepairInput) -> Prefilled:
         """See `Backend`."""
-        return Repair(self.decoder, prompt).run()
+        return repair_rows(self.decoder, prompt)
 
     def choose(self, prompt: RepairInput) -> Chosen | None:
         """See `Backend`."""
-        return Repair(self.decoder, prompt).choose()
+        return choose_rows(self.decoder, prompt)
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
         """See `Backend`."""

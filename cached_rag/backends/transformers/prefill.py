@@ -3,7 +3,7 @@
 CacheBlend, section 4.2, and the methods after it. A `RowPass` is one forward pass of an unmodified
 transformers model over chosen rows: a subclass of transformers' `Cache` writes their keys and
 values to their slots in a buffer that holds the whole prompt, and hooks on the decoder layers,
-removed after the pass, drop rows where a method decides so. A `Repair` decides which rows run when.
+removed after the pass, drop rows where a method decides so. `repair_rows` says which rows run when.
 
 Two ways through the model give the same numbers. In the fast way only the chosen rows enter the
 model, and it attends through `attention.py`. In the dense way all tokens enter, the model builds
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -281,66 +280,60 @@ class RowPass:
         return (wide, *output[1:]) if isinstance(output, tuple) else wide
 
 
-@dataclass(frozen=True)
-class Repair:
-    """The repair of a prompt."""
+@torch.inference_mode()
+def repair_rows(decoder: Decoder, prompt: RepairInput) -> Prefilled:
+    """See `Backend.repair`. At its check layers the method drops rows."""
+    chosen, layout, method = _chosen(decoder, prompt), prompt.layout, prompt.method
+    run = _pass(decoder, prompt, chosen.left, 1)
+    run.layout, run.selector = layout, method
+    run.checks = frozenset(method.check_layers(layout))
+    run.cache.drift = Drift(layout.modules) if method.transfers_drift else None
+    done = run.forward()
+    if chosen.computed:
+        done.computed += chosen.computed
+        done.rows = chosen.rows
+    return done
 
-    decoder: Decoder
-    prompt: RepairInput
 
-    @torch.inference_mode()
-    def run(self) -> Prefilled:
-        """See `Backend.repair`. At its check layers the method drops rows."""
-        chosen, layout, method = self._chosen(), self.prompt.layout, self.prompt.method
-        run = self._pass(chosen.left, 1)
-        run.layout, run.selector = layout, method
-        run.checks = frozenset(method.check_layers(layout))
-        run.cache.drift = Drift(layout.modules) if method.transfers_drift else None
-        done = run.forward()
-        if chosen.computed:
-            done.computed += chosen.computed
-            done.rows = chosen.rows
-        return done
+@torch.inference_mode()
+def choose_rows(decoder: Decoder, prompt: RepairInput) -> Chosen | None:
+    """See `Backend.choose`."""
+    return None if prompt.method.check_layers(prompt.layout) else _chosen(decoder, prompt)
 
-    @torch.inference_mode()
-    def choose(self) -> Chosen | None:
-        """See `Backend.choose`."""
-        checks = self.prompt.method.check_layers(self.prompt.layout)
-        return None if checks else self._chosen()
 
-    def _chosen(self) -> Chosen:
-        """The rows that the method begins with; it may look at what the question attends to."""
-        method, layout = self.prompt.method, self.prompt.layout
-        if isinstance(method, QuestionSelector) and method.observed_layers(layout):
-            return self._ask(method)
-        slots = method.first_rows(layout).nonzero().squeeze(1)
-        return Chosen(slots, slots, 0)
+def _chosen(decoder: Decoder, prompt: RepairInput) -> Chosen:
+    """The rows that the method begins with; it may look at what the question attends to."""
+    method, layout = prompt.method, prompt.layout
+    if isinstance(method, QuestionSelector) and method.observed_layers(layout):
+        return _ask(decoder, prompt, method)
+    slots = method.first_rows(layout).nonzero().squeeze(1)
+    return Chosen(slots, slots, 0)
 
-    def _pass(self, slots: torch.Tensor, num_logits: int) -> RowPass:
-        one = self.prompt
-        return RowPass(self.decoder, one.buffer, one.token_ids, slots, num_logits, one.ready)
 
-    def _ask(self, method: QuestionSelector) -> Chosen:
-        """Compute the live rows, which have no KV; watch what the question among them attends to.
+def _pass(decoder: Decoder, prompt: RepairInput, slots: torch.Tensor, num_logits: int) -> RowPass:
+    return RowPass(decoder, prompt.buffer, prompt.token_ids, slots, num_logits, prompt.ready)
 
-        Live rows before the first row that the method chooses stay valid, if they were computed in
-        every layer, since nothing that they see changes. All others are to be computed again.
-        """
-        if not self.decoder.is_fast:
-            raise ModelError(
-                "this model's attention cannot be watched, so methods that ask the question cannot "
-                "be used with it; choose cacheblend, epic or reuse"
-            )
-        layout = self.prompt.layout
-        live = layout.fresh.to(self.prompt.buffer.keys.device)
-        asked = self._pass(live.nonzero().squeeze(1), 0)
-        observer = Observer(method, layout, self.decoder.attending)
-        asked.cache.observer = observer
-        with suppress(Observed):  # once it has seen all its layers
-            asked.forward()
-        chosen = method.choose(torch.stack(observer.scores), layout)
-        first = int(chosen.nonzero()[0])
-        is_valid = len(self.decoder.layers) - 1 in observer.layers
-        every = (live | chosen).nonzero().squeeze(1)
-        left = every[every >= first] if is_valid else every
-        return Chosen(every, left, asked.computed)
+
+def _ask(decoder: Decoder, prompt: RepairInput, method: QuestionSelector) -> Chosen:
+    """Compute the live rows, which have no KV; watch what the question among them attends to.
+
+    Live rows before the first row that the method chooses stay valid, if they were computed in
+    every layer, since nothing that they see changes. All others are to be computed again.
+    """
+    if not decoder.is_fast:
+        raise ModelError(
+            "this model's attention cannot be watched, so methods that ask the question cannot "
+            "be used with it; choose cacheblend, epic or reuse"
+        )
+    live = prompt.layout.fresh.to(prompt.buffer.keys.device)
+    asked = _pass(decoder, prompt, live.nonzero().squeeze(1), 0)
+    observer = Observer(method, prompt.layout, decoder.attending)
+    asked.cache.observer = observer
+    with suppress(Observed):  # once it has seen all its layers
+        asked.forward()
+    chosen = method.choose(torch.stack(observer.scores), prompt.layout)
+    first = int(chosen.nonzero()[0])
+    is_valid = len(decoder.layers) - 1 in observer.layers
+    every = (live | chosen).nonzero().squeeze(1)
+    left = every[every >= first] if is_valid else every
+    return Chosen(every, left, asked.computed)
