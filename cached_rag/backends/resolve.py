@@ -127,12 +127,14 @@ def resolve(name: str) -> ModelSource:
             f"{path} cannot be loaded: it does not begin as a GGUF file does. Download it again, "
             "or give the folder of another model"
         )
+    if path.suffix == ".gguf":
+        raise ModelNotFoundError(f"there is no GGUF file at {path}")
     if is_folder:
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{path} has no config.json; a model folder needs one")
         return ModelSource(str(path), False, "")
-    if path.suffix == ".gguf" or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelNotFoundError(f"there is no model folder and no GGUF file at {path}")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelNotFoundError(f"there is no model folder at {path}")
     if near := difflib.get_close_matches(name.lower(), ALIASES, 1, _LIKELY_MEANT):
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {near[0]!r}?")
     return ModelSource(name, False, "")
