@@ -367,12 +367,7 @@ def in_bytes(weights: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     scales = weights.new_empty(len(weights), dtype=dtype)
     for begin in range(0, len(weights), _ROWS_AT_ONCE):
         rows = slice(begin, begin + _ROWS_AT_ONCE)
-        levels[rows], scales[rows] = _in_bytes(weights[rows], dtype)
+        exact = weights[rows].float()
+        scales[rows] = (exact.abs().amax(1) / 127).clamp(min=1e-30).to(dtype)
+        levels[rows] = (exact / scales[rows].float()[:, None]).round_().clamp_(-127, 127).char()
     return levels, scales
-
-
-def _in_bytes(weights: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    exact = weights.float()
-    scales = (exact.abs().amax(1) / 127).clamp(min=1e-30).to(dtype)
-    levels = (exact / scales.float()[:, None]).round_().clamp_(-127, 127)
-    return levels.to(torch.int8), scales

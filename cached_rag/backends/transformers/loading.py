@@ -311,9 +311,8 @@ def _warn_of_unfollowed(config: Any, name: str) -> None:
 
 def _eos_ids(model: Any) -> frozenset[int]:
     eos = model.generation_config.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset(map(int, eos if isinstance(eos, list) else [eos]))
+    ids = eos if isinstance(eos, list) else [eos]
+    return frozenset(int(one) for one in ids if one is not None)
 
 
 def _converted(source: ModelSource) -> str:

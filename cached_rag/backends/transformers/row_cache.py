@@ -133,7 +133,10 @@ class Observer:
                 are left out; if none is left, it is the next one that has.
         """
         self.scores: list[torch.Tensor] = []
-        self.layers = _nearest(selector.observed_layers(layout), attending)
+        wanted = selector.observed_layers(layout)
+        self.layers = tuple(layer for layer in wanted if layer in attending)
+        if wanted and not self.layers:
+            self.layers = (next((n for n in attending if n > wanted[0]), attending[-1]),)
         self._selector = selector
         self._question = layout.question
         self._rows: tuple[Rows, Rows] | None = None  # of a pass, and the question's among them
@@ -156,13 +159,6 @@ class Observer:
         self.scores.append(self._selector.score(weights))
         if layer == self.layers[-1]:
             raise Observed
-
-
-def _nearest(wanted: tuple[int, ...], attending: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(layer for layer in wanted if layer in attending)
-    if found or not wanted:
-        return found
-    return (next((layer for layer in attending if layer > wanted[0]), attending[-1]),)
 
 
 def head_mean(query: torch.Tensor, keys: torch.Tensor, rows: Rows, how: Scoring) -> torch.Tensor:
