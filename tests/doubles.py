@@ -74,7 +74,7 @@ class Plain:
     facts: tuple = field(
         default=(
             *("name", "fingerprint", "tokenizer", "vocab_size", "context_length", "eos_ids"),
-            *("repetition_penalty", "weights_bytes", "details", "shapes", "rule", "lock"),
+            *("repetition_penalty", "details", "shapes", "rule", "lock"),
         )
     )
 
@@ -113,11 +113,13 @@ class Plain:
         tail = self.llama.decoder.model.lm_head(last)
         return Prefilled(tail, len(slots) * len(model.layers), slots)
 
-    def repair(self, buffer, token_ids, layout, method, ready=None):
+    def repair(self, prompt):
+        method, layout = prompt.method, prompt.layout
         if method.check_layers(layout) or hasattr(method, "observed_layers"):
             raise ModelError(f"{type(method).__name__} is more than this backend can do")
         slots = method.first_rows(layout).nonzero().squeeze(1)
-        return self.prefill(buffer, token_ids, slots, ready=ready or (lambda layer: None))
+        ready = prompt.ready or (lambda layer: None)
+        return self.prefill(prompt.buffer, prompt.token_ids, slots, ready=ready)
 
     def choose(self, *_):
         """Never asked: one row is computed at a time."""

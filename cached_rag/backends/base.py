@@ -57,6 +57,26 @@ class StepInput:
         return self.at[-1] + 1
 
 
+@dataclass(frozen=True)
+class RepairInput:
+    """A prompt with reused KV, and the method that says what of it is computed again.
+
+    Attributes:
+        buffer: holds the reused KV.
+        token_ids: (1, seq_len) int64, the whole prompt.
+        layout: which slots of `buffer` hold reused KV, and which of it is exact.
+        method: chooses which tokens with reused KV are recomputed, and in which layers.
+        ready: called with the index of each layer before the layer's KV in `buffer` is read; it
+            waits until that KV is loaded. None if all KV is there.
+    """
+
+    buffer: KVBuffer
+    token_ids: torch.Tensor
+    layout: Layout
+    method: Selector
+    ready: Callable[[int], object] | None = None
+
+
 @dataclass
 class Prefilled:
     """The result of a prefill, in which a row is one token of the prompt, a slot its place in KV.
@@ -172,10 +192,6 @@ class Backend(Protocol):
         """How its keys depend on position, and so whether they can be moved to another one."""
 
     @property
-    def weights_bytes(self) -> int:
-        """Bytes of its weights, in the dtype it computes in."""
-
-    @property
     def details(self) -> dict[str, object]:
         """What else is worth knowing of it, for `cached-rag doctor`, by name."""
 
@@ -246,46 +262,21 @@ class Backend(Protocol):
         Effects: writes the KV of the computed tokens to `buffer`.
         """
 
-    def repair(
-        self,
-        buffer: KVBuffer,
-        token_ids: torch.Tensor,
-        layout: Layout,
-        method: Selector,
-        ready: Callable[[int], object] | None = None,
-    ) -> Prefilled:
+    def repair(self, prompt: RepairInput) -> Prefilled:
         """Compute the tokens that have no KV, and those that a method chooses to recompute.
-
-        Args:
-            buffer: holds the reused KV.
-            token_ids: (1, seq_len) int64, the whole prompt.
-            layout: which slots of `buffer` hold reused KV, and which of it is exact.
-            method: chooses which tokens with reused KV are recomputed, and in which layers.
-            ready: called with the index of each layer before the layer's KV in `buffer` is read; it
-                waits until that KV is loaded. None if all KV is there.
 
         Raises:
             ModelError: the method needs an ability that the backend lacks.
 
-        Effects: writes the KV of the computed tokens to `buffer`.
+        Effects: writes the KV of the computed tokens to the prompt's buffer.
         """
 
-    def choose(
-        self,
-        buffer: KVBuffer,
-        token_ids: torch.Tensor,
-        layout: Layout,
-        method: Selector,
-        ready: Callable[[int], object] | None = None,
-    ) -> Chosen | None:
+    def choose(self, prompt: RepairInput) -> Chosen | None:
         """Choose the rows that `repair` would compute, without computing them.
 
         `step` can then compute them in pieces, in the order of their slots. As a row sees no later
         one, in no layer, the prompt's KV is then what `repair` makes it. Asked for only where
         `can_share` is true.
-
-        Args:
-            As `repair`.
 
         Returns:
             None if the method chooses layer by layer, so that its rows must be computed together.
@@ -293,7 +284,7 @@ class Backend(Protocol):
         Raises:
             ModelError: as `repair`.
 
-        Effects: may write KV of tokens that have none to `buffer`.
+        Effects: may write KV of tokens that have none to the prompt's buffer.
         """
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:

@@ -7,7 +7,6 @@ around it.
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any
 from jinja2 import Environment, TemplateError
 
 from cached_rag.backends.prompt_text import Backends, Message, Rendered, Spans
+from cached_rag.backends.resolve import plain_json
 from cached_rag.backends.untrusted import bounded
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.call_form import CallForm, Tool
@@ -135,10 +135,7 @@ class ChatTemplate:
         Raises:
             ConfigError: one of the values is this library's to give, no JSON or too deep.
         """
-        try:
-            name = json.dumps(dict(kwargs), sort_keys=True)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"chat_template_kwargs are JSON values: {error}") from error
+        name = plain_json("chat_template_kwargs", kwargs)
         found = self._others.get(name)
         if found is None:
             check_text(kwargs)

@@ -95,16 +95,11 @@ def free_bytes(device: str) -> int:
     found = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
         limit = int((CGROUP / "memory.max").read_text())
-        found = min(found, limit - int((CGROUP / "memory.current").read_text()) + _cached())
-    return found
-
-
-def _cached() -> int:
-    """Bytes of cached files that count as the container's memory and are freed when needed."""
-    with suppress(OSError, ValueError):
         lines = (line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        return sum(int(n) for name, n in lines if name in ("active_file", "inactive_file"))
-    return 0
+        # Cached files count as the container's memory, and are freed when it is needed.
+        cached = sum(int(n) for name, n in lines if name in ("active_file", "inactive_file"))
+        found = min(found, limit - int((CGROUP / "memory.current").read_text()) + cached)
+    return found
 
 
 def peak_bytes() -> int:

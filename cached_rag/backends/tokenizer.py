@@ -137,9 +137,7 @@ class Tokenization:
             return plain
         before, behind = self._around if adds_special else ((), ())
         tokens = Tokens.of(before)
-        for text, start, control in self._pieces(rendered.text, literal):
-            own = self.literal(text) if control is None else Tokens.of([control], len(text))
-            tokens.extend(own, start)
+        self._extend(tokens, rendered.text, literal)
         tokens.extend(Tokens.of(behind), len(rendered.text))
         return tokens
 
@@ -206,24 +204,18 @@ class Tokenization:
         extra = decode(before, skip_special_tokens=False)
         return [text.removeprefix(ahead) for text, ahead in zip(whole, extra, strict=True)]
 
-    def _pieces(self, text: str, literal: Spans) -> list[tuple[str, int, int | None]]:
-        """The prompt in pieces: (text, start, id), where id is None for text.
-
-        A piece with an id is a control token outside of literal spans, which is to be obeyed.
-        """
-        pieces: list[tuple[str, int, int | None]] = []
+    def _extend(self, tokens: Tokens, text: str, literal: Spans) -> None:
+        """Add a prompt's tokens piece by piece; control tokens in literal spans are text."""
         done = 0
         for control in self._backends.find(text):
             if literal.touch(*control.core):
                 continue
-            begin, end = control.begin, control.end
-            if begin > done:
-                pieces.append((text[done:begin], done, None))
-            pieces.append((text[begin:end], begin, control.token))
-            done = end
+            if control.begin > done:
+                tokens.extend(self.literal(text[done : control.begin]), done)
+            tokens.extend(Tokens.of([control.token], control.end - control.begin), control.begin)
+            done = control.end
         if done < len(text):
-            pieces.append((text[done:], done, None))
-        return pieces
+            tokens.extend(self.literal(text[done:]), done)
 
     def _encode(self, text: str, *, adds_special: bool = True, is_literal: bool = False) -> Tokens:
         backend = self._backends.literal if is_literal else self._backends.plain

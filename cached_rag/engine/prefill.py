@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cached_rag.backends.base import RepairInput
 from cached_rag.config import check_room
 from cached_rag.engine.planner import check_fits, choose, repair_mark
 from cached_rag.engine.prompt import Following, Pieces, Prefilling
@@ -216,7 +217,8 @@ def _run(
     if model.keeps_states:
         _wait(loader, layers)
         return _run_on(prompt, plan, buffer, ids)
-    chosen = model.choose(buffer, ids, layout, prompt.method, ready) if in_pieces else None
+    given = RepairInput(buffer, ids, layout, prompt.method, ready)
+    chosen = model.choose(given) if in_pieces else None
     if chosen is not None:
         _wait(loader, layers)
         slots = chosen.left.tolist()
@@ -224,10 +226,7 @@ def _run(
         prompt.left = Pieces(slots, drifting)
         _note_rows(prompt, plan, layout, chosen.rows, chosen.computed + len(slots) * layers)
         return chosen.computed
-    if layout.fresh.all():
-        done = model.prefill(buffer, ids)
-    else:
-        done = model.repair(buffer, ids, layout, prompt.method, ready)
+    done = model.prefill(buffer, ids) if layout.fresh.all() else model.repair(given)
     prompt.logits = done.logits
     _note_rows(prompt, plan, layout, done.rows, done.computed)
     return done.computed

@@ -22,7 +22,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
-from cached_rag.backends.base import Backend
+from cached_rag.backends.base import Backend, RepairInput
 from cached_rag.backends.machine import profile_key
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.config import GenerationConfig
@@ -86,7 +86,7 @@ class Following:
         share = min(1.0, (self._each + 0.5) / stale)  # a half more, for it is rounded down
         wanted = InfoFlow(share, self._method.depth)
         layout = Layout(fresh, exact, (), self._layers)
-        done = model.repair(buffer, torch.tensor([list(token_ids)]), layout, wanted)
+        done = model.repair(RepairInput(buffer, torch.tensor([list(token_ids)]), layout, wanted))
         rows = done.rows[done.rows < prompt].cpu()
         self._stale[rows] = False
         self._left -= 1

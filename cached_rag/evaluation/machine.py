@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from cached_rag.backends.base import Backend
+from cached_rag.backends.base import Backend, RepairInput
 from cached_rag.backends.machine import profile_of
 from cached_rag.backends.transformers.few_bits import FewBitLinear
 from cached_rag.backends.transformers.model import LanguageModel
@@ -108,7 +108,7 @@ def _rounding(model: Backend) -> float:
     dtypes = {model.shapes.dtype}
     if isinstance(model, LanguageModel):
         layers = model.decoder.network.modules()
-        dtypes |= {one.scales_dtype for one in layers if isinstance(one, FewBitLinear)}
+        dtypes |= {one.scales.dtype for one in layers if isinstance(one, FewBitLinear)}
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
@@ -143,6 +143,6 @@ def self_test(engine: Engine) -> list[SelfTest]:
     live = torch.zeros(_TOKENS, dtype=torch.bool)
     live[-1] = True
     layout = Layout(live, torch.zeros_like(live), ((0, _TOKENS - 1),), model.shapes.num_layers)
-    logits = model.repair(buffer, ids, layout, CacheBlend(1.0)).logits
+    logits = model.repair(RepairInput(buffer, ids, layout, CacheBlend(1.0))).logits
     tests.append(SelfTest("everything recomputed over garbage", error(logits), allowed))
     return tests

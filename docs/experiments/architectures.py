@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cached_rag.backends.base import StepInput
+from cached_rag.backends.base import RepairInput, StepInput
 from cached_rag.backends.transformers.loading import wrap_model
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.errors import ModelError
@@ -205,7 +205,8 @@ def _passes(
     )
 
     def repaired(method: str) -> torch.Tensor:
-        return model.repair(buffers[0], known, layout, parse_method(method, SELECTORS, None)).logits
+        chosen = parse_method(method, SELECTORS, None)
+        return model.repair(RepairInput(buffers[0], known, layout, chosen)).logits
 
     found: dict[str, tuple[Callable[[], torch.Tensor], int]] = {
         "a prefill": (lambda: [model.prefill(b, known) for b in buffers][-1].logits, 0)

@@ -126,7 +126,7 @@ def _timed(models: dict[str, LanguageModel], repeats: int) -> dict[str, dict[str
 
     def step(model: LanguageModel, row: RowKV) -> dict[str, float]:
         row.length = _CONTEXT
-        return {"ms": milliseconds(lambda: model.step([StepInput(row, [1])]), model.device)}
+        return {"ms": milliseconds(lambda: model.step([StepInput(row, [1])]), model.shapes.device)}
 
     calls = {name: partial(step, model, prepared(model)) for name, model in models.items()}
     return medians(calls, repeats, warm_up=3)

@@ -23,6 +23,7 @@ from modules import MODULE, PREFIX, QUESTION, TOLERANCE, garbage, layout_of, thr
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag import Engine, StoreConfig, wrap_model
+from cached_rag.backends.base import RepairInput
 from cached_rag.backends.transformers.attention import IMPLEMENTATION
 from cached_rag.errors import RelocationError
 from cached_rag.kv.buffer import KVBuffer
@@ -37,10 +38,10 @@ def test_recomputing_everything_over_garbage_equals_full_prefill(family):
     plain = plain_logits(model, ids)[-1]
     tokens = torch.tensor([ids])
     layout = layout_of(model, 48, reused=[(4, 40)])
-    done = model.repair(garbage(model, 60), tokens, layout, CacheBlend(1.0))
+    done = model.repair(RepairInput(garbage(model, 60), tokens, layout, CacheBlend(1.0)))
     assert torch.allclose(done.logits[0], plain, atol=TOLERANCE)
     assert done.computed == 48 * model.shapes.num_layers
-    stale = model.repair(garbage(model, 60), tokens, layout, Reuse())
+    stale = model.repair(RepairInput(garbage(model, 60), tokens, layout, Reuse()))
     assert not torch.allclose(stale.logits[0], plain, atol=1e-2)
 
 
@@ -93,7 +94,7 @@ def test_true_prefix_and_module_behind_it_are_lossless(family):
     buffer.place(first, PREFIX, model.rule)
     layout = layout_of(model, len(ids), exact=[(0, end)])
     tokens = torch.tensor([ids])
-    done = model.repair(buffer, tokens, layout, CacheBlend(0.15))
+    done = model.repair(RepairInput(buffer, tokens, layout, CacheBlend(0.15)))
     assert torch.allclose(done.logits[0], plain_logits(model, ids)[-1], atol=TOLERANCE)
     assert done.computed == QUESTION * model.shapes.num_layers
     keys, values = plain_cache(model, ids)
@@ -214,7 +215,7 @@ def test_cacheblend_computes_what_it_charges():
         buffer.place(module, PREFIX + i * MODULE, model.rule)
     end = PREFIX + MODULE
     layout = layout_of(model, len(ids), reused=[(end, end + 2 * MODULE)], exact=[(0, end)])
-    done = model.repair(buffer, torch.tensor([ids]), layout, CacheBlend(0.25))
+    done = model.repair(RepairInput(buffer, torch.tensor([ids]), layout, CacheBlend(0.25)))
     chosen = int(0.25 * 2 * MODULE)
     everything, narrowed = 2 * MODULE + QUESTION, chosen + QUESTION
     assert len(done.rows) == narrowed

@@ -410,6 +410,7 @@ def test_a_containers_limit_counts(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text("max\n")
     unbounded = machine.free_bytes("cpu")
     (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.stat").write_text("anon 5\n")
     (tmp_path / "memory.current").write_text("1000000\n")
     assert machine.free_bytes("cpu") == 2_000_000 < unbounded
     (tmp_path / "memory.stat").write_text("anon 5\nactive_file 300\ninactive_file 400\n")
@@ -424,11 +425,11 @@ def test_embeddings_stay_on_disk_and_are_what_they_are_in_memory(file, monkeypat
     disk = load_model(str(file), dtype="float32", device="cpu")
     monkeypatch.setattr(loading, "leave_on_disk", lambda *_: None)
     memory = load_model(str(file), dtype="float32", device="cpu")
-    kinds = [type(one.decoder.network.get_input_embeddings()) for one in (disk, memory)]
+    kinds = [type(one.decoder.network.base_model.embed_tokens) for one in (disk, memory)]
     assert kinds == [DiskEmbedding, torch.nn.Embedding]
     assert isinstance(disk.decoder.model.get_input_embeddings(), DiskEmbedding)
     ids = torch.tensor([random_ids(40) * 2])
-    found = [one.decoder.network.get_input_embeddings()(ids) for one in (disk, memory)]
+    found = [one.decoder.network.base_model.embed_tokens(ids) for one in (disk, memory)]
     assert torch.equal(*found)
     logits = [plain_logits(one, random_ids(40)) for one in (disk, memory)]
     assert torch.equal(*logits)
@@ -440,7 +441,7 @@ def test_embeddings_stay_on_disk_and_are_what_they_are_in_memory(file, monkeypat
 @pytest.mark.usefixtures("_own_cache")
 def test_a_table_on_disk_knows_its_size_and_its_file(file, tmp_path):
     model = load_model(str(file), dtype="float32", device="cpu")
-    table = model.decoder.network.get_input_embeddings()
+    table = model.decoder.network.base_model.embed_tokens
     for wrong in (-1, VOCAB):
         with pytest.raises(IndexError, match=f"of {VOCAB} embeddings"):
             table(torch.tensor([0, wrong]))

@@ -23,7 +23,7 @@ from transformers import GenerationConfig as Settings
 from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, ConfigError, Engine, Schema, StoreConfig
-from cached_rag.backends.base import StepInput
+from cached_rag.backends.base import RepairInput, StepInput
 from cached_rag.backends.llama_cpp import api, loading
 from cached_rag.backends.llama_cpp import context as context_module
 from cached_rag.backends.llama_cpp import model as backend_module
@@ -220,7 +220,7 @@ def test_recomputing_everything_is_full_prefill(model):
     fresh = torch.zeros(90, dtype=torch.bool)
     fresh[70:] = True
     layout = Layout(fresh, torch.zeros(90, dtype=torch.bool), ((0, 40), (40, 70)), 2)
-    found = model.repair(stale, torch.tensor([ids]), layout, Epic(recompute_ratio=1.0))
+    found = model.repair(RepairInput(stale, torch.tensor([ids]), layout, Epic(recompute_ratio=1.0)))
     torch.testing.assert_close(found.logits, done.logits, **CLOSE)
     assert_same_kv(stale, whole, range(90))
 

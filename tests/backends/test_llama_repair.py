@@ -14,6 +14,7 @@ from tiny_gguf import LAYERS, write_gguf
 from transformers import AutoModelForCausalLM
 
 from cached_rag import Engine, StoreConfig
+from cached_rag.backends.base import RepairInput
 from cached_rag.backends.llama_cpp import loading
 from cached_rag.backends.llama_cpp.assembly import Assembly, Call, calls
 from cached_rag.backends.llama_cpp.context import FullError
@@ -121,7 +122,7 @@ def test_a_run_sees_what_was_computed_before_its_call(tmp_path, path, name):
     one = stale(model)
     other = copied(one)
     layout = layout_of(CHUNK, OTHER, layers=model.shapes.num_layers)
-    found = model.repair(one, ids, layout, Chosen(slots))
+    found = model.repair(RepairInput(one, ids, layout, Chosen(slots)))
     rows = torch.tensor(sorted({*slots, *range(QUESTION, LENGTH)}))
     expected = model.prefill(other, ids, rows)
     torch.testing.assert_close(found.logits, expected.logits, **CLOSE)
@@ -134,7 +135,7 @@ def test_runs_of_one_call_see_each_others_stored_kv(model):
     layout = layout_of(CHUNK, OTHER, fresh=range(QUESTION, LENGTH))
     stored = stale(model)
     found = copied(stored)
-    model.repair(found, ids, layout, Chosen([n for run in runs for n in range(*run)]))
+    model.repair(RepairInput(found, ids, layout, Chosen([n for run in runs for n in range(*run)])))
     for begin, end in runs:
         alone = copied(stored)
         model.prefill(alone, ids[:, :end], torch.arange(begin, end))
@@ -148,7 +149,7 @@ def test_runs_of_one_call_see_each_others_stored_kv(model):
 def test_the_answer_goes_on_over_what_was_repaired(model):
     ids, chosen = torch.tensor([random_ids(LENGTH)]), [10, 11, 20, 45]
     buffer = stale(model)
-    found = model.repair(buffer, ids, layout_of(CHUNK, OTHER), Chosen(chosen))
+    found = model.repair(RepairInput(buffer, ids, layout_of(CHUNK, OTHER), Chosen(chosen)))
     again = model.prefill(copied(buffer), ids, torch.arange(QUESTION, LENGTH))
     torch.testing.assert_close(found.logits, again.logits, **CLOSE)
 
@@ -157,7 +158,9 @@ def test_a_chunks_other_tokens_move_as_those_that_are_computed(model):
     ids, chosen = torch.tensor([random_ids(LENGTH)]), [4, 5, 6, 7, 20, 21, 33]
     stored = stale(model)
     found = copied(stored)
-    done = model.repair(found, ids, layout_of(CHUNK, OTHER), Chosen(chosen, transfers_drift=True))
+    done = model.repair(
+        RepairInput(found, ids, layout_of(CHUNK, OTHER), Chosen(chosen, transfers_drift=True))
+    )
     expected, rows = copied(stored), Rows(torch.tensor(chosen), LENGTH)
     for layer in range(LAYERS):
         fresh = [side[layer][:, :, chosen] for side in (found.keys, found.values)]
@@ -176,7 +179,7 @@ def test_what_fails_on_the_way_is_done_again_and_nothing_moves_twice(model, monk
     ids, layout = torch.tensor([random_ids(LENGTH)]), layout_of(CHUNK, OTHER)
     method, stored = Chosen([4, 5, 6, 7, 20, 21, 33, 41, 42], transfers_drift=True), stale(model)
     smooth, found = copied(stored), copied(stored)
-    wanted = model.repair(smooth, ids, layout, method)
+    wanted = model.repair(RepairInput(smooth, ids, layout, method))
     original, calls_made = Assembly.repair, []
 
     def failing(self, call, *, moves):
@@ -186,7 +189,7 @@ def test_what_fails_on_the_way_is_done_again_and_nothing_moves_twice(model, monk
             raise FullError(model.context.size + 1)
 
     monkeypatch.setattr(Assembly, "repair", failing)
-    done = model.repair(found, ids, layout, method)
+    done = model.repair(RepairInput(found, ids, layout, method))
     assert len(calls_made) == 2 + 3  # both of the first chunk again, and one of the other
     assert_same_kv(found, smooth, range(QUESTION))
     torch.testing.assert_close(done.logits, wanted.logits, atol=0.1, rtol=0.05)
@@ -200,7 +203,7 @@ def test_everything_recomputed_is_full_prefill_with_gaps_too(model, transfers_dr
     expected = model.prefill(whole, ids)
     found = stale(model).lay_out(at)
     method = AnchorFlow(1.0, transfers_drift=transfers_drift)
-    done = model.repair(found, ids, layout_of(CHUNK, OTHER), method)
+    done = model.repair(RepairInput(found, ids, layout_of(CHUNK, OTHER), method))
     torch.testing.assert_close(done.logits, expected.logits, **CLOSE)
     assert_same_kv(found, whole, range(LENGTH))
 
@@ -214,9 +217,11 @@ def test_scattered_tokens_and_the_question_may_stand_behind_gaps(model):
     expected = copied(stored).lay_out(at)
     wanted = model.prefill(expected, ids, slots)
     found = copied(stored).lay_out(at)
-    done = model.repair(found, ids, layout_of(CHUNK, OTHER), Chosen([4, 5, 6, 7]))
+    done = model.repair(RepairInput(found, ids, layout_of(CHUNK, OTHER), Chosen([4, 5, 6, 7])))
     torch.testing.assert_close(done.logits, wanted.logits, **CLOSE)
-    rows = model.repair(copied(stored).lay_out(at), ids, layout_of(CHUNK), InfoFlow(0.2)).rows
+    rows = model.repair(
+        RepairInput(copied(stored).lay_out(at), ids, layout_of(CHUNK), InfoFlow(0.2))
+    ).rows
     assert len(rows) > len(layout_of().fresh.nonzero())
 
 
@@ -256,7 +261,7 @@ def test_weights_are_those_of_the_model_in_transformers(model, path, layer, leng
     fresh = torch.arange(length) >= question
     layout = Layout(fresh, torch.zeros(length, dtype=torch.bool), ((0, question),), LAYERS)
     method = Seen(layer=layer)
-    model.repair(buffer, ids, layout, method)
+    model.repair(RepairInput(buffer, ids, layout, method))
     assert method.weights[0].shape == (length - question, length)
 
     def moved(rows):
@@ -269,7 +274,7 @@ def test_weights_are_those_of_the_model_in_transformers(model, path, layer, leng
 
 def test_tokens_without_kv_are_left_out_of_the_weights(model):
     ids, layout, method = torch.tensor([random_ids(LENGTH)]), layout_of(CHUNK, OTHER), Seen()
-    model.repair(stale(model), ids, layout, method)
+    model.repair(RepairInput(stale(model), ids, layout, method))
     missing = layout.fresh.clone()
     missing[QUESTION:] = False
     assert not method.scores[0][:, missing].any()
@@ -283,7 +288,7 @@ def test_windows_sinks_and_bounded_scores_are_watched(tmp_path, name):
     ids = torch.tensor([random_ids(LENGTH)])
     layers = model.shapes.num_layers
     layout = layout_of(CHUNK, OTHER, layers=layers)
-    found = model.repair(stale(model), ids, layout, AnchorFlow(0.3))
+    found = model.repair(RepairInput(stale(model), ids, layout, AnchorFlow(0.3)))
     assert len(found.rows) > int(layout.fresh.sum()) + 16
 
 
@@ -293,7 +298,7 @@ def test_what_is_not_explained_is_not_watched(tmp_path, name):
     assert not model.can_watch
     ids, layers = torch.tensor([random_ids(LENGTH)]), model.shapes.num_layers
     with pytest.raises(ModelError, match="does not show"):
-        model.repair(stale(model), ids, layout_of(CHUNK, layers=layers), InfoFlow())
+        model.repair(RepairInput(stale(model), ids, layout_of(CHUNK, layers=layers), InfoFlow()))
 
 
 def test_a_split_file_is_read_whole(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from conftest import alike, tiny_model
 from modules import WATCHED, assembled, copy
 from test_step import filled, step
 
-from cached_rag.backends.base import StepInput
+from cached_rag.backends.base import RepairInput, StepInput
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods import AnchorFlow, CacheBlend, Epic, InfoFlow, ProphetKV, Random, Reuse
 
@@ -22,7 +22,7 @@ METHODS = [
 
 def inputs(model, buffer, tokens, layout, method, cuts):
     """A repair as pieces that end before these slots."""
-    chosen = model.choose(buffer, tokens, layout, method)
+    chosen = model.choose(RepairInput(buffer, tokens, layout, method))
     row, found = RowKV(buffer, tokens.shape[1]), []
     modules = layout.modules if method.transfers_drift else ()
     for begin, end in zip([0, *cuts], [*cuts, tokens.shape[1]], strict=True):
@@ -45,7 +45,7 @@ def cuts_of(layout, method):
 def test_pieces_of_a_repair_give_what_one_pass_gives(family, method):
     model, buffer, tokens, layout = assembled(family)
     whole, parts = copy(buffer), copy(buffer)
-    done = model.repair(whole, tokens, layout, method)
+    done = model.repair(RepairInput(whole, tokens, layout, method))
     chosen, steps = inputs(model, parts, tokens, layout, method, cuts_of(layout, method))
     assert len(steps) > 1
     for one in steps[:-1]:
@@ -63,7 +63,7 @@ def test_pieces_of_a_repair_give_what_one_pass_gives(family, method):
 
 def test_methods_that_choose_layer_by_layer_are_not_cut():
     model, buffer, tokens, layout = assembled("llama")
-    assert model.choose(buffer, tokens, layout, CacheBlend(0.2)) is None
+    assert model.choose(RepairInput(buffer, tokens, layout, CacheBlend(0.2))) is None
 
 
 def test_a_piece_that_failed_can_be_tried_again():
@@ -87,7 +87,7 @@ def test_rows_of_several_prompts_are_repaired_beside_answers_in_one_pass(family)
     kept = [copy(buffer) for _ in methods]
     wholes = [copy(buffer) for _ in methods]
     expected = [
-        model.repair(whole, tokens, layout, method).logits
+        model.repair(RepairInput(whole, tokens, layout, method)).logits
         for whole, method in zip(wholes, methods, strict=True)
     ]
     repairs = [

@@ -82,7 +82,7 @@ def seen_by(model):
     model.set_attn_implementation("eager")
     dense = replace(found.decoder, is_fast=False)
     narrow = probe._narrow_windows(model.config)
-    with torch.no_grad(), probe.in_float32(model, dense.modules), narrow:
+    with torch.no_grad(), probe.in_float32(dense), narrow:
         seen = probe._recorded(dense, probe._delta(dense))
     model.set_attn_implementation(own)
     return found, seen

@@ -14,6 +14,7 @@ from cached_rag.backends.transformers import kernels
 from cached_rag.backends.transformers.attention import Padded, Part, merge, relay_attention
 from cached_rag.backends.transformers.kernels import (
     KERNELS,
+    Scoring,
     attend,
     attend_causal,
     gives_the_reference,
@@ -42,7 +43,7 @@ def tokens(count, seed=0):
 def test_kernels_give_output_and_lse_of_the_reference(dtype, count):
     query = torch.randn(1, KV_HEADS, 500, DIM).to(dtype)
     keys, values = kv(count, dtype=dtype)
-    output, lse = attend(query, keys, values, 0.3)
+    output, lse = attend(query, keys, values, Scoring(0.3))
     expected, expected_lse = reference(query, keys, values, 0.3)
     atol = 1e-4 if dtype == torch.float32 else 0.04
     assert torch.allclose(output.float(), expected.float(), atol=atol)
@@ -67,7 +68,7 @@ def test_the_kernel_is_chosen_by_rows_and_keys(monkeypatch):
         keys, values = kv(count, dtype=torch.bfloat16)
         query = torch.randn(1, KV_HEADS, rows, DIM).bfloat16()
         assert kernel_of(rows, keys, values) == expected
-        output, _ = attend(query, keys, values, 0.3)
+        output, _ = attend(query, keys, values, Scoring(0.3))
         assert taken.pop() == expected
         assert torch.allclose(
             output.float(), reference(query, keys, values, 0.3)[0].float(), atol=0.04
@@ -85,7 +86,7 @@ def test_the_lse_does_not_need_the_first_key():
     keys, values = kv(2000, dtype=torch.bfloat16)
     keys[:, :, 0] = -50 * query[:, :, :1].mean(2)
     keys[:, :, 1] = 50 * query[:, :, 7]
-    _, lse = attend(query, keys, values, 0.3)
+    _, lse = attend(query, keys, values, Scoring(0.3))
     _, expected = reference(query, keys, values, 0.3)
     scores = 0.3 * (query.float() @ keys.float().transpose(2, 3))
     assert (scores[..., 0] - expected).min() < -100
@@ -95,7 +96,7 @@ def test_the_lse_does_not_need_the_first_key():
 def test_causal_kernels_too():
     query = tokens(33).transpose(0, 1)[None]
     keys, values = kv(33)
-    output, lse = attend_causal(query, keys, values, 0.3)
+    output, lse = attend_causal(query, keys, values, Scoring(0.3))
     groups = HEADS // KV_HEADS
     wide = [side.repeat_interleave(groups, 1) for side in (keys, values)]
     expected, expected_lse = reference(query, *wide, 0.3, causal=True)
@@ -108,7 +109,7 @@ def test_causal_kernels_too():
 def test_values_of_another_width_take_the_plain_way():
     keys, _ = kv(40)
     values = torch.randn(1, KV_HEADS, 40, 5)
-    output, lse = attend(torch.randn(1, KV_HEADS, 3, DIM), keys, values, 0.3)
+    output, lse = attend(torch.randn(1, KV_HEADS, 3, DIM), keys, values, Scoring(0.3))
     assert output.shape == (1, KV_HEADS, 3, 5)
     assert torch.isfinite(lse).all()
 
@@ -150,14 +151,17 @@ def test_relayed_attention_equals_attention_over_the_concatenation(counts):
     where = [slice(b, b + c) for b, c in zip(begins, counts, strict=True)]
     both = torch.tensor([i for w in (where[0], where[2]) for i in range(w.start, w.stop)])
     private = [Part(*sides, w) for sides, w in zip(own, where, strict=True)]
-    shared = [Part(*system), Part(*document, both)]
-    relayed = relay_attention(query, shared, private)
+    every = slice(None)
+    shared = [Part(*system, every), Part(*document, both)]
+    relayed = relay_attention(query, shared, private, Scoring())
     for row, held in enumerate(((system, document), (system,), (system, document))):
         runs = [*held, own[row]]
         keys, values = (torch.cat([run[side] for run in runs], 2) for side in (0, 1))
         expected = whole_attention(query[where[row]], keys, values)
         assert torch.allclose(relayed[where[row]], expected, atol=1e-5)
-    everyone = relay_attention(query, [Part(*system), Part(*document)], private)
+    everyone = relay_attention(
+        query, [Part(*system, every), Part(*document, every)], private, Scoring()
+    )
     assert not torch.allclose(everyone[where[1]], relayed[where[1]], atol=1e-3)
     assert torch.allclose(everyone[where[0]], relayed[where[0]], atol=1e-5)
 
@@ -182,7 +186,7 @@ def test_rows_of_a_slab_are_attended_together(dtype):
     )
     other = kv(9, 2, dtype)
     private = [together, Part(*other, slice(2, 3))]
-    relayed = relay_attention(query, [Part(*system)], private)
+    relayed = relay_attention(query, [Part(*system, slice(None))], private, Scoring())
     sides = [(slab.whole.keys[0, row], slab.whole.values[0, row]) for row in range(5)]
     runs = [
         [side[None, :, 5:40] for side in sides[2]],

@@ -134,7 +134,7 @@ def test_a_prompts_own_values_are_kept_for_the_next_one_within_bounds():
         given = {"reasoning_effort": f"level {number}"}
         assert template.render([USER], kwargs=given).text.endswith(f"level {number}<t>")
     assert template.render([USER], kwargs={"reasoning_effort": "level 3"}).text.endswith("3<t>")
-    with pytest.raises(ConfigError, match="are JSON values"):
+    with pytest.raises(ConfigError, match="chat_template_kwargs takes strings"):
         template.render([USER], kwargs={"when": object()})
     deep = functools.reduce(lambda inner, _: [inner], range(400), "x")
     with pytest.raises(ConfigError, match="64 levels deep at most"):

@@ -19,15 +19,19 @@ from cached_rag import ConfigError, load_model, wrap_model
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers import few_bits, packing
 from cached_rag.backends.transformers.few_bits import (
+    GROUP,
     FewBitLinear,
+    Groups,
     HalfLinear,
     Int4Linear,
     Int8Linear,
     fits_half,
+    grouped,
     has_half_kernel,
     in_bytes,
+    joined,
 )
-from cached_rag.backends.transformers.groups import GROUP, Groups, from_blocks, grouped, joined
+from cached_rag.backends.transformers.gguf import from_blocks
 from cached_rag.backends.transformers.packing import formats, pack, parse_format
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
@@ -90,7 +94,7 @@ def test_products_in_few_bits_are_those_of_the_dense_weights(kind, rows, has_bia
     weights, bias = torch.randn(48, 64), torch.randn(48) if has_bias else None
     if kind == "int4":
         groups = grouped(weights)
-        layer, dense = Int4Linear(groups, torch.float32, bias), groups.dense(torch.float32)
+        layer, dense = Int4Linear(groups, torch.float32, bias, None), groups.dense(torch.float32)
     else:
         levels, scales = in_bytes(weights, torch.float32)
         layer, dense = Int8Linear(levels, scales, bias), levels * scales[:, None]
@@ -149,7 +153,7 @@ def test_weights_that_fp16_has_no_room_for_stay_in_fp32():
 def test_few_bits_are_read_in_bf16_for_a_model_in_fp32():
     weights, hidden = torch.randn(48, 64), torch.randn(3, 64)
     expected = hidden @ weights.T
-    int4 = Int4Linear(grouped(weights), torch.bfloat16)
+    int4 = Int4Linear(grouped(weights), torch.bfloat16, None, None)
     int8 = Int8Linear(*in_bytes(weights, torch.bfloat16))
     for layer, most in ((int4, 0.15), (int8, 0.02)):
         found = layer(hidden)
@@ -166,7 +170,7 @@ def test_where_fp32_is_fastest_few_bits_are_read_in_bf16_unless_fp32_is_asked_fo
     models = load_model(file, device="cpu"), load_model(file, device="cpu", dtype="float32")
     for model, wanted in zip(models, (torch.bfloat16, torch.float32), strict=True):
         parts = model.decoder.network.modules()
-        assert {part.scales_dtype for part in parts if isinstance(part, FewBitLinear)} == {wanted}
+        assert {part.scales.dtype for part in parts if isinstance(part, FewBitLinear)} == {wanted}
         assert model.shapes.dtype == torch.float32
     assert models[0].fingerprint != models[1].fingerprint
 
@@ -285,7 +289,7 @@ def test_where_memory_is_short_a_model_in_bf16_is_examined_too(file, monkeypatch
     few = {part for part in model.decoder.network.modules() if isinstance(part, FewBitLinear)}
     assert len(few) == 9
     assert all(part.dense is None for part in few)
-    assert {part.scales_dtype for part in few} == {torch.bfloat16}
+    assert {part.scales.dtype for part in few} == {torch.bfloat16}
     assert answers(model)[0].isfinite().all()
 
 

@@ -7,9 +7,9 @@ import torch
 from conftest import CHUNKS, tiny_model
 
 from cached_rag import BatchConfig, ConfigError, Engine, GenerationConfig, StoreConfig
+from cached_rag.backends.base import RepairInput
 from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.transformers.model import LanguageModel
-from cached_rag.backends.transformers.prefill import Repair
 from cached_rag.engine.decoding import answer_alone
 from cached_rag.engine.sharing import Sharing
 from cached_rag.engine.trace import Kind
@@ -46,8 +46,7 @@ def test_a_followed_token_is_its_choice_and_then_plain_repair(opened):
     fresh = torch.arange(len(ids)) == len(ids) - 1
     now = Layout(fresh, ~fresh & ~torch.cat([stale, stale.new_zeros(1)]), (), layers)
     share = (each + 0.5) / int(stale.sum())
-    again = Repair(model.decoder, twin, torch.tensor([ids]), now, InfoFlow(share))
-    chosen = again.choose().rows
+    chosen = model.choose(RepairInput(twin, torch.tensor([ids]), now, InfoFlow(share))).rows
     assert stale[chosen[:-1]].all()
     assert len(chosen) - 1 == each
     plain = model.prefill(twin, torch.tensor([ids]), chosen, num_logits=1)
@@ -150,10 +149,10 @@ def test_answers_share_once_they_are_followed_no_more(opened, monkeypatch):
 def test_kv_of_an_answer_that_failed_half_repaired_is_not_kept(opened, monkeypatch):
     repair = LanguageModel.repair
 
-    def fail(model, buffer, token_ids, layout, selector, *rest):
-        if int(layout.fresh.sum()) == 1:  # the answer's token
+    def fail(model, prompt):
+        if int(prompt.layout.fresh.sum()) == 1:  # the answer's token
             raise MemoryError("none left")
-        return repair(model, buffer, token_ids, layout, selector, *rest)
+        return repair(model, prompt)
 
     with Engine(opened.model, StoreConfig(settle=False, keeps_repaired=True)) as engine:
         engine.encode(TEXTS, context=None)

@@ -11,6 +11,7 @@ from modules import TOLERANCE, assembled, copy
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cached_rag import ConfigError, Engine
+from cached_rag.backends.base import RepairInput
 from cached_rag.cli.options import names
 from cached_rag.evaluation.run import make_trials
 from cached_rag.methods import SELECTORS, CacheBlend, parse_method
@@ -84,7 +85,7 @@ def recorded(model, buffer, tokens, layout, selector):
             return keep
 
     options = dataclasses.asdict(selector)
-    done = model.repair(ours, tokens, layout, Recording(**options))
+    done = model.repair(RepairInput(ours, tokens, layout, Recording(**options)))
     length = tokens.shape[1]
     return chosen, done, ours.keys[:, 0, :, :length], ours.values[:, 0, :, :length]
 

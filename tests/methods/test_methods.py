@@ -12,6 +12,7 @@ from conftest import alike, plain_logits, random_ids, tiny_model
 from modules import TOLERANCE, WATCHED, assembled, copy, garbage
 
 from cached_rag import ConfigError, GenerationConfig
+from cached_rag.backends.base import RepairInput
 from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.row_cache import Drift
 from cached_rag.errors import ModelError
@@ -67,7 +68,7 @@ def test_r_1_equals_full_prefill_and_r_0_is_reuse(name):
     plain = plain_logits(model, tokens[0].tolist())[-1]
 
     def logits(selector):
-        return model.repair(copy(buffer), tokens, layout, selector).logits[0]
+        return model.repair(RepairInput(copy(buffer), tokens, layout, selector)).logits[0]
 
     whole, nothing = (parse_method(name, SELECTORS, r) for r in (1.0, 0.0))
     assert torch.allclose(logits(whole), plain, atol=TOLERANCE)
@@ -95,13 +96,13 @@ def test_what_the_question_pass_computed_is_used_again_without_harm(family, sele
 
     recording = Recording(**dataclasses.asdict(selector))
     ours, twin = copy(buffer), copy(buffer)
-    done = model.repair(ours, tokens, layout, recording)
+    done = model.repair(RepairInput(ours, tokens, layout, recording))
     once = Chosen(seen[0], selector.transfers_drift)
-    plain = model.repair(twin, tokens, layout, once)
+    plain = model.repair(RepairInput(twin, tokens, layout, once))
     assert torch.allclose(done.logits, plain.logits, atol=TOLERANCE)
     assert alike(ours.keys, twin.keys)
     assert alike(ours.values, twin.values)
-    stale = model.repair(copy(buffer), tokens, layout, Reuse())
+    stale = model.repair(RepairInput(copy(buffer), tokens, layout, Reuse()))
     if model.decoder.windows[0] is None:  # control; tiny windows end before what was repaired
         assert not torch.allclose(done.logits, stale.logits, atol=1e-3)
 
@@ -110,10 +111,10 @@ def test_the_question_pass_is_charged():
     model, buffer, tokens, layout = assembled("llama")
     live, layers = int(layout.fresh.sum()), layout.num_layers
     chosen = int(0.2 * int(layout.reused.sum()))
-    done = model.repair(copy(buffer), tokens, layout, ProphetKV(0.2))
+    done = model.repair(RepairInput(copy(buffer), tokens, layout, ProphetKV(0.2)))
     assert done.computed == (live + live + chosen) * layers
     first_only = parse_method("a3", SELECTORS, 0.2)
-    done = model.repair(copy(buffer), tokens, layout, first_only)
+    done = model.repair(RepairInput(copy(buffer), tokens, layout, first_only))
     assert done.computed == live + (live + chosen) * layers
 
 
@@ -134,7 +135,7 @@ def test_observed_weights_are_the_models_own(family):
 
     buffer = KVBuffer.like(model.shapes, 90)
     model.prefill(buffer, tokens)
-    model.repair(buffer, tokens, layout, Showing(0.5))
+    model.repair(RepairInput(buffer, tokens, layout, Showing(0.5)))
     model.decoder.model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
@@ -150,7 +151,7 @@ def test_observed_weights_are_the_models_own(family):
 def test_rows_say_what_was_computed_in_every_layer():
     model, buffer, tokens, layout = assembled("llama")
     for selector, chosen in ((Reuse(), 0), (ProphetKV(0.2), 12), (CacheBlend(0.2), 12)):
-        rows = model.repair(copy(buffer), tokens, layout, selector).rows
+        rows = model.repair(RepairInput(copy(buffer), tokens, layout, selector)).rows
         assert int(layout.reused[rows].sum()) == chosen
         assert set(layout.fresh.nonzero().flatten().tolist()) <= set(rows.tolist())
         assert not bool(layout.exact[rows].any())
@@ -160,7 +161,7 @@ def test_models_that_cannot_be_watched_are_refused_by_name():
     model, buffer, tokens, layout = assembled("falcon")
     assert not model.decoder.is_fast
     with pytest.raises(ModelError, match="cannot be watched"):
-        model.repair(buffer, tokens, layout, ProphetKV(0.2))
+        model.repair(RepairInput(buffer, tokens, layout, ProphetKV(0.2)))
 
 
 @pytest.mark.parametrize("name", sorted(SELECTORS))
@@ -291,8 +292,8 @@ def test_a_union_takes_what_any_member_takes():
     assert union.observed_layers(layout) == (0, 1, 2, 3)
     assert union.choose(scores, layout).nonzero().flatten().tolist() == [6, 17, 22, 28]
     model, buffer, tokens, layout = assembled("llama")
-    done = model.repair(copy(buffer), tokens, layout, union)
-    alone = model.repair(copy(buffer), tokens, layout, Epic(1))
+    done = model.repair(RepairInput(copy(buffer), tokens, layout, union))
+    alone = model.repair(RepairInput(copy(buffer), tokens, layout, Epic(1)))
     assert not torch.allclose(done.logits, alone.logits, atol=1e-4)
 
 
@@ -348,7 +349,7 @@ def test_drift_is_what_text_before_a_module_does_to_all_of_it():
     for transfers in (True, False):
         repaired = copy(stale)
         selector = AnchorFlow(0.5, anchor_tokens=4, transfers_drift=transfers)
-        model.repair(repaired, tokens, layout, selector)
+        model.repair(RepairInput(repaired, tokens, layout, selector))
         error[transfers] = float(
             (repaired.values - whole.values)[:, :, :, : tokens.shape[1]].norm()
         )

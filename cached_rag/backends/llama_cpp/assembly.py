@@ -119,7 +119,7 @@ class Assembly:
         sequence: int,
         buffer: KVBuffer,
         ids: Sequence[int],
-        fresh: torch.Tensor,
+        fresh: torch.Tensor | None = None,
         row: int = 0,
     ) -> None:
         """Begin with an empty sequence.
@@ -127,15 +127,38 @@ class Assembly:
         Args:
             buffer: has the KV of the prompt's tokens, and gets that of the computed ones.
             ids: the prompt's.
-            fresh: (seq_len,) bool; without KV in the buffer.
+            fresh: (seq_len,) bool; without KV in the buffer. None for no tokens.
             row: which prompt of the buffer it is.
         """
         self._context, self._sequence, self._buffer, self._row = context, sequence, buffer, row
-        self._ids, self._stored = ids, ~fresh
+        self._ids = ids
+        self._stored = torch.ones(len(ids), dtype=torch.bool) if fresh is None else ~fresh
         self.positions = [buffer.position(slot) for slot in range(len(ids))]
         self._before: KVBuffer | None = None  # the KV of a chunk as it was stored
         self._computed: list[Run] = []  # in that chunk
         self.done = 0
+
+    def fill(self, slots: Sequence[int], num_logits: int) -> torch.Tensor:
+        """Compute some of the prompt's tokens, whatever KV they have, each run by itself.
+
+        Args:
+            slots: of the tokens, ascending, the last one among them.
+
+        Returns:
+            (num_logits, vocab_size) logits of the last tokens.
+
+        Raises:
+            FullError: the context has too few free cells.
+
+        Effects: writes their KV to the buffer.
+        """
+        self._stored[list(slots)] = False
+        left, found = len(slots), []
+        for begin, end in neighbours(slots, self.positions):
+            left -= end - begin
+            wanted = min(end - begin, max(0, num_logits - left))
+            found.append(self.append((begin, end), wanted))
+        return torch.cat(found)
 
     def append(self, run: Run, num_logits: int = 0) -> torch.Tensor:
         """Compute the prompt's next run, over the stored KV of what stands before it.
@@ -245,37 +268,3 @@ def part_of(buffer: KVBuffer, begin: int, end: int, row: int = 0) -> Part:
     """Views of the keys and values of some slots."""
     at = (slice(None), row, slice(None), slice(begin, end))
     return buffer.keys[at], buffer.values[at]
-
-
-def assembled(
-    context: LlamaContext,
-    sequence: int,
-    buffer: KVBuffer,
-    ids: Sequence[int],
-    slots: Sequence[int],
-    num_logits: int,
-    row: int = 0,
-) -> torch.Tensor:
-    """Fill an empty sequence with a prompt of which some tokens are computed, each run by itself.
-
-    Args:
-        ids: of the prompt, up to the last token that is computed.
-        slots: of the tokens to compute, ascending.
-
-    Returns:
-        (num_logits, vocab_size) logits of the last tokens.
-
-    Raises:
-        FullError: the context has too few free cells.
-
-    Effects: writes the KV of the computed tokens to the buffer.
-    """
-    fresh = torch.zeros(len(ids), dtype=torch.bool)
-    fresh[list(slots)] = True
-    assembly = Assembly(context, sequence, buffer, ids, fresh, row)
-    left, found = len(slots), []
-    for begin, end in neighbours(slots, assembly.positions):
-        left -= end - begin
-        wanted = min(end - begin, max(0, num_logits - left))
-        found.append(assembly.append((begin, end), wanted))
-    return torch.cat(found)

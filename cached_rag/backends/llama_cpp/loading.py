@@ -24,14 +24,14 @@ import torch
 from transformers import TokenizersBackend
 
 from cached_rag.backends.llama_cpp import api
-from cached_rag.backends.llama_cpp.assembly import assembled
+from cached_rag.backends.llama_cpp.assembly import Assembly
 from cached_rag.backends.llama_cpp.context import LlamaContext, Work
 from cached_rag.backends.llama_cpp.model import LlamaCppModel
 from cached_rag.backends.llama_cpp.state_format import Dims, StateFormat
 from cached_rag.backends.llama_cpp.watch import Attention
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes
-from cached_rag.backends.resolve import ModelSource, made, resolve, split_files
-from cached_rag.backends.transformers.gguf import convert_tokenizer, put_together
+from cached_rag.backends.resolve import WHOLE, ModelSource, made, put_together, resolve, split_files
+from cached_rag.backends.transformers.gguf import convert_tokenizer
 from cached_rag.backends.transformers.gguf_rope import ROTATIONS
 from cached_rag.backends.transformers.kernels import Chunks, Scoring
 from cached_rag.backends.untrusted import BoundedReader, judged
@@ -53,7 +53,6 @@ _TEXTS = (
     "naïve café — “quotes” … 東京で 🙂 Ωμέγα",
     "def f(x):\n    return {'a': [x ** 2, None]}  # 100%",
 )
-_WHOLE = "whole.gguf"
 # llama.cpp's base where a file has none, also of layers with a sliding window.
 _BASE = 10_000.0
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
@@ -198,11 +197,7 @@ def whole_file(source: ModelSource) -> Path:
     """
     if not source.pieces:
         return Path(source.path)
-
-    def make(folder: Path) -> None:
-        put_together(source.pieces, folder / _WHOLE, source.digest)
-
-    return made("gguf", source.digest, make) / _WHOLE
+    return made("gguf", source.digest, lambda folder: put_together(source, folder)) / WHOLE
 
 
 def tokenizer_of(source: ModelSource, path: Path) -> Any:
@@ -452,7 +447,7 @@ class _Trial:
         def logits(keys: Layered, values: Layered) -> torch.Tensor:
             buffer = KVBuffer(keys, values)
             with self.context.opened() as own:
-                return assembled(self.context, own, buffer, self.ids, slots, 1)[0]
+                return Assembly(self.context, own, buffer, self.ids).fill(slots, 1)[0]
 
         def flipped(side: Layered) -> Layered:
             return each(side, lambda stack: stack.flip(3))

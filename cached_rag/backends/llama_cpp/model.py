@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from cached_rag.backends.base import Chosen, Prefilled, StepInput
-from cached_rag.backends.llama_cpp.assembly import Assembly, assembled, calls, neighbours, part_of
+from cached_rag.backends.base import Chosen, Prefilled, RepairInput, StepInput
+from cached_rag.backends.llama_cpp.assembly import Assembly, calls, neighbours, part_of
 from cached_rag.backends.llama_cpp.context import FullError, LlamaContext, Work
 from cached_rag.backends.llama_cpp.residents import Owner, Residents, SequenceState
 from cached_rag.backends.llama_cpp.watch import Attention
@@ -28,7 +28,7 @@ from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods import spelled
-from cached_rag.methods.base import Layout, QuestionSelector, Selector
+from cached_rag.methods.base import QuestionSelector
 
 # A context is made larger by one part in so many than is needed at once.
 _SLACK = 4
@@ -40,6 +40,7 @@ class LlamaCppModel:
     """A model that llama.cpp has loaded; implements `Backend`. See `loading.py`.
 
     Attributes:
+        weights_bytes: bytes of the weights.
         about: what runs it.
         attention: what watches it; None if that is not possible.
         The others: see `Backend`.
@@ -126,38 +127,32 @@ class LlamaCppModel:
         computed = len(wanted) * self.shapes.num_layers
         return Prefilled(torch.stack(tails), computed, wanted)
 
-    def repair(
-        self,
-        buffer: KVBuffer,
-        token_ids: torch.Tensor,
-        layout: Layout,
-        method: Selector,
-        ready: Callable[[int], object] | None = None,
-    ) -> Prefilled:
+    def repair(self, prompt: RepairInput) -> Prefilled:
         """See `Backend`. Tokens of one chunk that are computed in one call do not see each other's.
 
         Raises:
             ModelError: the method chooses layer by layer, or watches attention that is not shown.
         """
+        method, layout = prompt.method, prompt.layout
         asks = isinstance(method, QuestionSelector) and bool(method.observed_layers(layout))
         if method.check_layers(layout) or (asks and not self.can_watch):
             raise ModelError(
                 f"{spelled(method)} looks into the model's layers, and llama.cpp does not show "
                 'them; use auto, epic, lexical, reuse, prefix or full, or backend="transformers"'
             )
-        if ready is not None:
+        if prompt.ready is not None:
             for layer in range(self.shapes.num_layers):
-                ready(layer)
-        self.residents.remove(buffer)
-        return self._retried(partial(self._repair, buffer, token_ids[0].tolist(), layout, method))
+                prompt.ready(layer)
+        self.residents.remove(prompt.buffer)
+        return self._retried(partial(self._repair, prompt))
 
-    def _repair(
-        self, buffer: KVBuffer, ids: list[int], layout: Layout, method: Selector
-    ) -> Prefilled:
+    def _repair(self, prompt: RepairInput) -> Prefilled:
         """Choose what is computed, and put the prompt together."""
+        buffer, layout, method = prompt.buffer, prompt.layout, prompt.method
+        ids: list[int] = prompt.token_ids[0].tolist()
         rows, asked = method.first_rows(layout), 0
         if isinstance(method, QuestionSelector) and method.observed_layers(layout):
-            rows = rows | self._ask(buffer, ids, layout, method)
+            rows = rows | self._ask(prompt, ids, method)
             asked = len(ids) - layout.question
         slots = rows.nonzero().squeeze(1)
         self.context.require(len(ids) + len(slots))
@@ -173,14 +168,13 @@ class LlamaCppModel:
             self.residents.add(buffer, own, len(ids))
         return Prefilled(logits[None], (asked + len(slots)) * self.shapes.num_layers, slots)
 
-    def _ask(
-        self, buffer: KVBuffer, ids: list[int], layout: Layout, method: QuestionSelector
-    ) -> torch.Tensor:
+    def _ask(self, prompt: RepairInput, ids: list[int], method: QuestionSelector) -> torch.Tensor:
         """(seq_len,) bool: what the question chooses, over the KV that the buffer has.
 
         Other tokens without KV are left out. Most are what joins two chunks.
         """
         assert self.attention is not None
+        buffer, layout = prompt.buffer, prompt.layout
         with self._sequence() as own, self.attention.watched(method, layout) as scores:
             asking = Assembly(self.context, own, buffer, ids, layout.fresh)
             asking.append((layout.question, len(ids)))
@@ -220,7 +214,8 @@ class LlamaCppModel:
         end = slots[-1] + 1
         self.context.require(end)
         with self._sequence() as own:
-            logits = assembled(self.context, own, buffer, ids[:end], slots, num_logits, row)
+            assembly = Assembly(self.context, own, buffer, ids[:end], row=row)
+            logits = assembly.fill(slots, num_logits)
             if buffer.batch == 1:
                 self.residents.add(buffer, own, end)
             return logits

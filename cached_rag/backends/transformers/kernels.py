@@ -199,7 +199,10 @@ def plain_attention(
 
 
 def softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax of (..., num_heads, num_rows, num_keys) scores, with a sink a head, if there are."""
+    """Softmax of (..., num_heads, num_rows, num_keys) scores, with a sink a head, if there are.
+
+    It is computed in fp32 inside, whatever the dtype.
+    """
     if sinks is None:
         return torch.softmax(scores, dim=-1)
     sink = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
@@ -257,26 +260,20 @@ def _weigh(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> to
     return largest - weights.amax(-1).float().log()
 
 
-def attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
-) -> Attended:
+def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring) -> Attended:
     """Attention in which every row sees every key.
 
     Args:
         query: (1, num_kv_heads, num_rows, head_dim); the query heads that share a KV head are rows.
         keys, values: (1, num_kv_heads, num_keys, dim); at least one key.
-        scale: factor of the scores.
-        softcap: bound of the scores, see `capped`; with one, plain torch computes.
+        how: window and sinks are not looked at; with a bound of the scores, plain torch computes.
 
     Returns:
         (1, num_kv_heads, num_rows, value_dim) output, and (1, num_kv_heads, num_rows) lse in fp32.
     """
-    if softcap is not None:
-        return reference(query, keys, values, scale, softcap=softcap)
+    scale = how.factor(query.shape[3])
+    if how.softcap is not None:
+        return reference(query, keys, values, scale, softcap=how.softcap)
     return KERNELS[kernel_of(query.shape[2], keys, values)](query, keys, values, scale)
 
 
@@ -297,12 +294,7 @@ def prefers_flash(rows: int, keys: int) -> bool:
 
 
 def attend_padded(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, how: Scoring
 ) -> Attended:
     """Attention of several rows, each over its own keys, padded to one length.
 
@@ -310,43 +302,44 @@ def attend_padded(
         query: (rows, num_kv_heads, group, head_dim).
         keys, values: (rows, num_kv_heads, num_keys, dim), finite also where they are masked.
         mask: (rows, 1, 1, num_keys), additive, of the query's dtype.
+        how: see `attend`.
 
     Returns:
         (rows, num_kv_heads, group, value_dim) output, and (rows, num_kv_heads, group) lse in fp32.
         Both are undefined for a row whose keys are all masked.
     """
-    is_even = keys.shape[3] == values.shape[3]
-    if query.device.type == "cpu" and is_even and softcap is None:
-        return _cpu(query, keys, values, scale, causal=False, mask=mask)
-    scores = capped((query @ keys.transpose(2, 3)).float() * scale, softcap) + mask
+    is_even, scale = keys.shape[3] == values.shape[3], how.factor(query.shape[3])
+    if query.device.type == "cpu" and is_even and how.softcap is None:
+        output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, attn_mask=mask, scale=scale
+        )
+        return output, lse
+    scores = capped((query @ keys.transpose(2, 3)).float() * scale, how.softcap) + mask
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
 
 
 def attend_causal(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
 ) -> Attended:
     """Causal attention of as many rows as keys: row i sees keys 0 to i.
 
     Args:
         query: (1, num_heads, num_rows, head_dim).
         keys, values: (1, num_kv_heads, num_rows, dim).
+        how: see `attend`.
 
     Returns:
         (1, num_heads, num_rows, value_dim) output, and (1, num_heads, num_rows) lse in fp32.
     """
-    is_even = keys.shape[3] == values.shape[3]
-    if query.device.type == "cpu" and is_even and softcap is None:
+    is_even, scale = keys.shape[3] == values.shape[3], how.factor(query.shape[3])
+    if query.device.type == "cpu" and is_even and how.softcap is None:
         return _cpu(query, keys, values, scale, causal=True)
     groups = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    if softcap is None and _on_cuda(keys, values):
+    if how.softcap is None and _on_cuda(keys, values):
         return _cuda(query, keys, values, scale, causal=True)
-    return reference(query, keys, values, scale, causal=True, softcap=softcap)
+    return reference(query, keys, values, scale, causal=True, softcap=how.softcap)
 
 
 def reference(
@@ -387,20 +380,14 @@ KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], A
 
 
 def _cpu(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None = None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
 ) -> Attended:
     """The kernel behind torch's attention on CPUs; it takes fewer KV heads than heads.
 
     For a row that sees no key, output and lse are 0.
     """
     output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+        query, keys, values, 0.0, causal, scale=scale
     )
     return output, lse
 

@@ -21,14 +21,14 @@ from transformers import Cache
 
 from cached_rag.backends.transformers.attention import attention
 from cached_rag.backends.transformers.decoder import decoder_layers
-from cached_rag.backends.transformers.groups import Groups, StoredLinear, form_of, joined, keep
+from cached_rag.backends.transformers.few_bits import Groups, StoredLinear, form_of, joined, keep
 from cached_rag.backends.transformers.packing import dense_of
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 # An MLP is several times as wide as what it is given: of a long prompt it takes so many rows at a
 # time, which costs no time.
 _MLP_ROWS = 1024
-# Model types of transformers whose layers are what `_layer` makes of them.
+# Model types of transformers whose layers are what `LeanLayer` makes of them.
 FAMILIES = frozenset(
     {
         *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "smollm3", "granite"),
@@ -58,35 +58,33 @@ class LeanLayer(nn.Module):
     norm_query: nn.Module | None
     norm_key: nn.Module | None
 
-    def __init__(
-        self,
-        index: int,
-        attention: Any,
-        width: int,
-        parts: dict[str, nn.Module | None],
-        activation: Callable[[torch.Tensor], torch.Tensor],
-        residual_factor: float = 1.0,
-    ) -> None:
-        """Put a layer together.
+    def __init__(self, layer: Any, index: int) -> None:
+        """Take over the modules of a transformers model's layer; the first projections are fused.
 
         Args:
-            attention: the module whose heads, scaling and norms it has.
-            width: of the product of queries, keys and values.
-            parts: `qkv`, `o`, `gate_up`, `down`, and the norms.
-            residual_factor: of what attention and MLP add to their input (Granite).
+            index: its number.
         """
         super().__init__()
-        self.layer_idx, self.dim = index, attention.head_dim
-        queries: int = attention.o_proj.in_features
-        self.sizes = [queries, (width - queries) // 2, (width - queries) // 2]
-        self.scaling = attention.scaling
-        self.softcap = getattr(attention, "attn_logit_softcapping", None)  # Gemma 2
-        self.rotates = bool(getattr(attention, "use_rope", True))
-        norm = getattr(attention, "q_norm", None)  # OLMo 2's is over all heads at once
-        self.norms_whole = norm is not None and norm.weight.numel() != self.dim
-        for name, part in parts.items():
+        own, mlp = layer.self_attn, layer.mlp
+        if hasattr(own, "qkv_proj"):
+            qkv, gate_up = own.qkv_proj, mlp.gate_up_proj
+        else:
+            qkv = _fused([own.q_proj, own.k_proj, own.v_proj])
+            gate_up = _fused([mlp.gate_proj, mlp.up_proj])
+        parts = {"qkv": qkv, "gate_up": gate_up, "o": own.o_proj, "down": mlp.down_proj}
+        for name, part in (parts | _norms(layer)).items():
             self.register_module(name, part)
-        self.activation, self._factor = activation, residual_factor
+        self.layer_idx, self.dim = index, own.head_dim
+        queries, width = own.o_proj.in_features, qkv.out_features
+        self.sizes = [queries, (width - queries) // 2, (width - queries) // 2]
+        self.scaling = own.scaling
+        self.softcap = getattr(own, "attn_logit_softcapping", None)  # Gemma 2
+        self.rotates = bool(getattr(own, "use_rope", True))
+        norm = getattr(own, "q_norm", None)  # OLMo 2's is over all heads at once
+        self.norms_whole = norm is not None and norm.weight.numel() != self.dim
+        self.activation = getattr(mlp, "act_fn", None) or mlp.activation_fn
+        # Of what attention and MLP add to their input (Granite).
+        self._factor: float = getattr(layer, "residual_multiplier", 1.0)
 
     def forward(
         self, hidden_states: torch.Tensor, position_embeddings: Rotary, cache: Cache
@@ -172,46 +170,30 @@ class LeanModel(nn.Module):
         base_model: itself; called without `logits_to_keep`, it computes no logits.
     """
 
-    def __init__(
-        self, own: Any, layers: Sequence[LeanLayer], norm: nn.Module, layer_types: Sequence[str]
-    ) -> None:
-        """Stand in for a model.
-
-        Args:
-            own: a transformers causal LM.
-            norm: the norm behind the last layer.
-            layer_types: of each layer, the kind of rotation it asks for; equal for all but models
-                with sliding windows.
-        """
+    def __init__(self, own: Any) -> None:
+        """Stand in for a transformers causal LM."""
         super().__init__()
-        inner, config = own.base_model, own.config.get_text_config()
+        inner, layers = own.base_model, decoder_layers(own)
         self.embed_tokens, self.rotary_emb = inner.embed_tokens, inner.rotary_emb
-        self.layers, self.norm = nn.ModuleList(layers), norm
+        self.layers = nn.ModuleList(LeanLayer(one.module, n) for n, one in enumerate(layers))
+        self.norm = lean_norm(inner.norm)
         self.lm_head = own.get_output_embeddings()
-        self._types = tuple(layer_types)
+        # The kind of rotation that each layer asks for; one for all but models with windows.
+        asks_kind = "layer_type" in inspect.signature(inner.rotary_emb.forward).parameters
+        self._types = tuple(layer.kind if asks_kind else "" for layer in layers)
         self._embedding_factor = getattr(inner, "embedding_multiplier", 1.0)
-        self._finish = _finisher(config)
+        self._finish = _finisher(own.config.get_text_config())
 
     @property
     def base_model(self) -> LeanModel:
         """The model without its head."""
         return self
 
-    def get_input_embeddings(self) -> nn.Module:
-        """As a transformers model's."""
-        found: nn.Module = self.embed_tokens
-        return found
-
-    def get_output_embeddings(self) -> nn.Module:
-        """As a transformers model's."""
-        return self.lm_head  # type: ignore[no-any-return]
-
     def forward(
         self,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         cache: Cache,
-        use_cache: bool = True,
         logits_to_keep: int | torch.Tensor | None = None,
     ) -> SimpleNamespace:
         """`.logits`, (batch, num_logits, vocab_size); none without `logits_to_keep`.
@@ -262,30 +244,7 @@ def lean_model(model: Any) -> LeanModel | None:
     is_plain = all(hasattr(inner, part) for part in ("rotary_emb", "embed_tokens", "norm"))
     if config.model_type not in FAMILIES or not is_plain:  # a text model inside one of images
         return None
-    asks_kind = "layer_type" in inspect.signature(inner.rotary_emb.forward).parameters
-    own = decoder_layers(model)
-    kinds = [layer.kind if asks_kind else "" for layer in own]
-    layers = [_layer(layer.module, index) for index, layer in enumerate(own)]
-    return LeanModel(model, layers, lean_norm(inner.norm), kinds)
-
-
-def _layer(layer: Any, index: int) -> LeanLayer:
-    attention, mlp = layer.self_attn, layer.mlp
-    if hasattr(attention, "qkv_proj"):
-        fused = {"qkv": attention.qkv_proj, "gate_up": mlp.gate_up_proj}
-    else:
-        fused = {
-            "qkv": _fused([attention.q_proj, attention.k_proj, attention.v_proj]),
-            "gate_up": _fused([mlp.gate_proj, mlp.up_proj]),
-        }
-    return LeanLayer(
-        index,
-        attention,
-        fused["qkv"].out_features,
-        {**fused, "o": attention.o_proj, "down": mlp.down_proj, **_norms(layer)},
-        getattr(mlp, "act_fn", None) or mlp.activation_fn,
-        getattr(layer, "residual_multiplier", 1.0),
-    )
+    return LeanModel(model)
 
 
 def _norms(layer: Any) -> dict[str, nn.Module | None]:

@@ -25,6 +25,7 @@ from cached_rag.backends.resolve import (
     file_digest,
     made,
     offline_hint,
+    put_together,
     resolve,
     see_hub,
 )
@@ -38,7 +39,7 @@ from cached_rag.backends.transformers.complete import (
     text_half,
 )
 from cached_rag.backends.transformers.decoder import rotations
-from cached_rag.backends.transformers.gguf import convert, put_together
+from cached_rag.backends.transformers.gguf import convert
 from cached_rag.backends.transformers.lean import lean_model
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.backends.transformers.probe import examine
@@ -310,9 +311,8 @@ def _warn_of_unfollowed(config: Any, name: str) -> None:
 
 def _eos_ids(model: Any) -> frozenset[int]:
     eos = model.generation_config.eos_token_id
-    if eos is None:
-        return frozenset()
-    return frozenset(map(int, eos if isinstance(eos, list) else [eos]))
+    ids = eos if isinstance(eos, list) else [eos]
+    return frozenset(int(one) for one in ids if one is not None)
 
 
 def _converted(source: ModelSource) -> str:
@@ -321,7 +321,7 @@ def _converted(source: ModelSource) -> str:
     def make(folder: Path) -> None:
         path = Path(source.path)
         if source.pieces:
-            path = put_together(source.pieces, folder / "whole.gguf", source.digest)
+            path = put_together(source, folder)
         convert(path, folder)
         if source.pieces:
             path.unlink()

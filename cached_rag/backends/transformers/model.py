@@ -6,7 +6,7 @@ Knows transformers; knows no prompt, chunk or store.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -14,19 +14,18 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from cached_rag.backends.base import Chosen, Prefilled, StepInput
+from cached_rag.backends.base import Chosen, Prefilled, RepairInput, StepInput
 from cached_rag.backends.machine import peak_bytes
 from cached_rag.backends.transformers.batch import step_batch
 from cached_rag.backends.transformers.compose import StateComposer
 from cached_rag.backends.transformers.decoder import Decoder, cache_argument
 from cached_rag.backends.transformers.few_bits import FewBitLinear, HalfLinear
 from cached_rag.backends.transformers.packing import Format, formats
-from cached_rag.backends.transformers.prefill import Repair, prefill_rows
+from cached_rag.backends.transformers.prefill import RowPass, choose_rows, repair_rows
 from cached_rag.backends.transformers.states import LayerStates
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
-from cached_rag.methods.base import Layout, Selector
 
 
 @dataclass(frozen=True)
@@ -59,18 +58,13 @@ class LanguageModel:
     token_price = 1 / 6
 
     @property
-    def device(self) -> torch.device:
-        """The device that the model is on."""
-        return self.shapes.device
-
-    @property
     def vocab_size(self) -> int:
         """See `Backend`."""
         return int(self.decoder.model.config.get_text_config().vocab_size)
 
     @property
     def weights_bytes(self) -> int:
-        """See `Backend`."""
+        """Bytes of the weights, in the dtype they are computed in."""
         networks = (self.decoder.model, self.decoder.network)
         few_bits = (m for m in networks[1].modules() if isinstance(m, FewBitLinear))
         held = (network.parameters() for network in networks), (m.buffers() for m in few_bits)
@@ -126,13 +120,14 @@ class LanguageModel:
     def unpacked(self, data: torch.Tensor, length: int) -> LayerStates:
         """See `Backend`."""
         tensors = load(data.numpy().tobytes())
-        return LayerStates.of(self.decoder.model.config, tensors, length, self.device)
+        return LayerStates.of(self.decoder.model.config, tensors, length, self.shapes.device)
 
     @property
     def can_append(self) -> bool:
         """See `Backend`. False with sliding windows."""
         return self.can_batch and not any(self.decoder.windows)
 
+    @torch.inference_mode()
     def prefill(
         self,
         buffer: KVBuffer,
@@ -142,32 +137,16 @@ class LanguageModel:
         num_logits: int = 1,
     ) -> Prefilled:
         """See `Backend`."""
-        ids = token_ids.to(self.device)
-        return prefill_rows(self.decoder, buffer, ids, slots, num_logits=num_logits)
+        slots = torch.arange(token_ids.shape[1]) if slots is None else slots
+        return RowPass(self.decoder, buffer, token_ids, slots, num_logits).forward()
 
-    def repair(
-        self,
-        buffer: KVBuffer,
-        token_ids: torch.Tensor,
-        layout: Layout,
-        method: Selector,
-        ready: Callable[[int], object] | None = None,
-    ) -> Prefilled:
+    def repair(self, prompt: RepairInput) -> Prefilled:
         """See `Backend`."""
-        ids = token_ids.to(self.device)
-        return Repair(self.decoder, buffer, ids, layout, method, ready).run()
+        return repair_rows(self.decoder, prompt)
 
-    def choose(
-        self,
-        buffer: KVBuffer,
-        token_ids: torch.Tensor,
-        layout: Layout,
-        method: Selector,
-        ready: Callable[[int], object] | None = None,
-    ) -> Chosen | None:
+    def choose(self, prompt: RepairInput) -> Chosen | None:
         """See `Backend`."""
-        ids = token_ids.to(self.device)
-        return Repair(self.decoder, buffer, ids, layout, method, ready).choose()
+        return choose_rows(self.decoder, prompt)
 
     def step(self, batch: Sequence[StepInput]) -> torch.Tensor:
         """See `Backend`."""
@@ -176,7 +155,7 @@ class LanguageModel:
     @torch.inference_mode()
     def forward(self, token_ids: torch.Tensor, split: int | None = None) -> torch.Tensor:
         """See `Backend`."""
-        model, ids = self.decoder.model, token_ids.to(self.device)
+        model, ids = self.decoder.model, token_ids.to(self.shapes.device)
         options: dict[str, Any] = {"use_cache": True}
         if split:
             name = cache_argument(model)

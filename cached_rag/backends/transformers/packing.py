@@ -17,21 +17,19 @@ from torch import nn
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes, return_memory
 from cached_rag.backends.transformers.few_bits import (
     INT8_COLUMNS,
+    METHOD,
     FewBitLinear,
+    Groups,
     HalfLinear,
     Int4Linear,
     Int8Linear,
-    fits_half,
-    has_half_kernel,
-    in_bytes,
-)
-from cached_rag.backends.transformers.groups import (
-    METHOD,
-    Groups,
     StoredLinear,
     fits_groups,
+    fits_half,
     form_of,
     grouped,
+    has_half_kernel,
+    in_bytes,
     keep,
 )
 from cached_rag.errors import ConfigError, ModelError

@@ -3,7 +3,7 @@
 CacheBlend, section 4.2, and the methods after it. A `RowPass` is one forward pass of an unmodified
 transformers model over chosen rows: a subclass of transformers' `Cache` writes their keys and
 values to their slots in a buffer that holds the whole prompt, and hooks on the decoder layers,
-removed after the pass, drop rows where a method decides so. A `Repair` decides which rows run when.
+removed after the pass, drop rows where a method decides so. `repair_rows` says which rows run when.
 
 Two ways through the model give the same numbers. In the fast way only the chosen rows enter the
 model, and it attends through `attention.py`. In the dense way all tokens enter, the model builds
@@ -20,12 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cached_rag.backends.base import Chosen, Prefilled
+from cached_rag.backends.base import Chosen, Prefilled, RepairInput
 from cached_rag.backends.transformers.attention import Rows, attending
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.recording import Inputs, entering
@@ -98,11 +97,12 @@ class RowPass:
         num_logits: int,
         ready: Callable[[int], object] | None = None,
     ) -> None:
-        length = token_ids.shape[1]
+        length, device = token_ids.shape[1], buffer.keys.device
+        token_ids, slots = token_ids.to(device), slots.to(device)
         self.decoder, self.num_logits, self.ready = decoder, num_logits, ready
         self.gaps = None if buffer.positions is None else buffer.positions[:length]
         positions = torch.arange(length) if self.gaps is None else self.gaps
-        positions = positions.to(slots.device)
+        positions = positions.to(device)
         rows = Rows(slots, length)
         # Without our attention, only the last rows of a prompt may enter by themselves: the model's
         # own masks are right for them.
@@ -281,85 +281,59 @@ class RowPass:
 
 
 @torch.inference_mode()
-def prefill_rows(
-    decoder: Decoder,
-    buffer: KVBuffer,
-    token_ids: torch.Tensor,
-    slots: torch.Tensor | None = None,
-    *,
-    num_logits: int = 1,
-) -> Prefilled:
-    """See `Backend.prefill`. With `num_logits` 0 the model's head is not computed."""
-    slots = torch.arange(token_ids.shape[1]) if slots is None else slots
-    return RowPass(decoder, buffer, token_ids, slots.to(token_ids.device), num_logits).forward()
+def repair_rows(decoder: Decoder, prompt: RepairInput) -> Prefilled:
+    """See `Backend.repair`. At its check layers the method drops rows."""
+    chosen, layout, method = _chosen(decoder, prompt), prompt.layout, prompt.method
+    run = _pass(decoder, prompt, chosen.left, 1)
+    run.layout, run.selector = layout, method
+    run.checks = frozenset(method.check_layers(layout))
+    run.cache.drift = Drift(layout.modules) if method.transfers_drift else None
+    done = run.forward()
+    if chosen.computed:
+        done.computed += chosen.computed
+        done.rows = chosen.rows
+    return done
 
 
-@dataclass(frozen=True)
-class Repair:
-    """A prompt with reused KV, and the method that says what of it is computed again.
+@torch.inference_mode()
+def choose_rows(decoder: Decoder, prompt: RepairInput) -> Chosen | None:
+    """See `Backend.choose`."""
+    return None if prompt.method.check_layers(prompt.layout) else _chosen(decoder, prompt)
 
-    Attributes:
-        buffer, token_ids, layout, method, ready: see `Backend.repair`.
+
+def _chosen(decoder: Decoder, prompt: RepairInput) -> Chosen:
+    """The rows that the method begins with; it may look at what the question attends to."""
+    method, layout = prompt.method, prompt.layout
+    if isinstance(method, QuestionSelector) and method.observed_layers(layout):
+        return _ask(decoder, prompt, method)
+    slots = method.first_rows(layout).nonzero().squeeze(1)
+    return Chosen(slots, slots, 0)
+
+
+def _pass(decoder: Decoder, prompt: RepairInput, slots: torch.Tensor, num_logits: int) -> RowPass:
+    return RowPass(decoder, prompt.buffer, prompt.token_ids, slots, num_logits, prompt.ready)
+
+
+def _ask(decoder: Decoder, prompt: RepairInput, method: QuestionSelector) -> Chosen:
+    """Compute the live rows, which have no KV; watch what the question among them attends to.
+
+    Live rows before the first row that the method chooses stay valid, if they were computed in
+    every layer, since nothing that they see changes. All others are to be computed again.
     """
-
-    decoder: Decoder
-    buffer: KVBuffer
-    token_ids: torch.Tensor
-    layout: Layout
-    method: Selector
-    ready: Callable[[int], object] | None = None
-
-    @torch.inference_mode()
-    def run(self) -> Prefilled:
-        """See `Backend.repair`. At its check layers the method drops rows."""
-        chosen = self._chosen()
-        run = self._pass(chosen.left, 1)
-        run.layout, run.selector = self.layout, self.method
-        run.checks = frozenset(self.method.check_layers(self.layout))
-        run.cache.drift = Drift(self.layout.modules) if self.method.transfers_drift else None
-        done = run.forward()
-        if chosen.computed:
-            done.computed += chosen.computed
-            done.rows = chosen.rows
-        return done
-
-    @torch.inference_mode()
-    def choose(self) -> Chosen | None:
-        """See `Backend.choose`."""
-        return None if self.method.check_layers(self.layout) else self._chosen()
-
-    def _chosen(self) -> Chosen:
-        """The rows that the method begins with; it may look at what the question attends to."""
-        method = self.method
-        if isinstance(method, QuestionSelector) and method.observed_layers(self.layout):
-            return self._ask(method)
-        slots = method.first_rows(self.layout).nonzero().squeeze(1)
-        return Chosen(slots, slots, 0)
-
-    def _pass(self, slots: torch.Tensor, num_logits: int) -> RowPass:
-        slots = slots.to(self.token_ids.device)
-        return RowPass(self.decoder, self.buffer, self.token_ids, slots, num_logits, self.ready)
-
-    def _ask(self, method: QuestionSelector) -> Chosen:
-        """Compute the live rows, which have no KV; watch what the question among them attends to.
-
-        Live rows before the first row that the method chooses stay valid, if they were computed in
-        every layer, since nothing that they see changes. All others are to be computed again.
-        """
-        if not self.decoder.is_fast:
-            raise ModelError(
-                "this model's attention cannot be watched, so methods that ask the question cannot "
-                "be used with it; choose cacheblend, epic or reuse"
-            )
-        live = self.layout.fresh.to(self.token_ids.device)
-        asked = self._pass(live.nonzero().squeeze(1), 0)
-        observer = Observer(method, self.layout, self.decoder.attending)
-        asked.cache.observer = observer
-        with suppress(Observed):  # once it has seen all its layers
-            asked.forward()
-        chosen = method.choose(torch.stack(observer.scores), self.layout)
-        first = int(chosen.nonzero()[0])
-        is_valid = len(self.decoder.layers) - 1 in observer.layers
-        every = (live | chosen).nonzero().squeeze(1)
-        left = every[every >= first] if is_valid else every
-        return Chosen(every, left, asked.computed)
+    if not decoder.is_fast:
+        raise ModelError(
+            "this model's attention cannot be watched, so methods that ask the question cannot "
+            "be used with it; choose cacheblend, epic or reuse"
+        )
+    live = prompt.layout.fresh.to(prompt.buffer.keys.device)
+    asked = _pass(decoder, prompt, live.nonzero().squeeze(1), 0)
+    observer = Observer(method, prompt.layout, decoder.attending)
+    asked.cache.observer = observer
+    with suppress(Observed):  # once it has seen all its layers
+        asked.forward()
+    chosen = method.choose(torch.stack(observer.scores), prompt.layout)
+    first = int(chosen.nonzero()[0])
+    is_valid = len(decoder.layers) - 1 in observer.layers
+    every = (live | chosen).nonzero().squeeze(1)
+    left = every[every >= first] if is_valid else every
+    return Chosen(every, left, asked.computed)

@@ -100,7 +100,7 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
     shapes, stateful = kv_shapes(model, _probe_ids(model)[:, :2])
     dense = Decoder(model, model, decoder_layers(model, shapes, stateful), is_fast=False)
     tolerance = max(TOLERANCE, 4 * table_rounding(model))
-    with in_float32(model, dense.modules), _narrow_windows(model.config):
+    with in_float32(dense), _narrow_windows(model.config):
         delta = _delta(dense)
         seen = _recorded(dense, delta)
         rule = find_rule(model, seen, delta, tolerance)
@@ -162,7 +162,7 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
         for layer in decoder.layers
     ]
     probe = _Probe(replace(decoder, layers=tuple(layers)), seen)
-    with in_float32(decoder.network, decoder.modules), _narrow_windows(decoder.model.config):
+    with in_float32(decoder), _narrow_windows(decoder.model.config):
         try:
             found = probe.run()
         except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as e:
@@ -280,9 +280,7 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
     positions = positions + torch.tensor([[0], [delta]], device=token_ids.device)
     takes_positions = "position_ids" in decoder.parameters
     try:
-        found = record(
-            decoder.model, decoder.modules, token_ids, positions if takes_positions else None
-        )
+        found = record(decoder, token_ids, positions if takes_positions else None)
         if len(found.outputs) != len(decoder.layers):
             raise ValueError("its layers are not run once each")
     except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
@@ -306,7 +304,7 @@ def _adds_positions(decoder: Decoder) -> bool:
     So it is in models that take no positions and number the tokens themselves, as BART does.
     """
     token_ids = _probe_ids(decoder.model)[:, :1].expand(2, _PROBE_TOKENS)
-    given = record(decoder.model, decoder.modules, token_ids, None).given[0]
+    given = record(decoder, token_ids, None).given[0]
     return _share(given - given[:1], given, given) > TOLERANCE
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from cached_rag.backends.transformers.decoder import REMEDY, cache_argument
+from cached_rag.backends.transformers.decoder import REMEDY, Decoder, cache_argument
 from cached_rag.errors import ModelError
 from cached_rag.kv.layers import KVShapes, LayerShape
 
@@ -64,16 +64,16 @@ class _Loan:
 
 
 @contextmanager
-def in_float32(model: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside this context, everything between embeddings and head is computed in fp32.
+def in_float32(decoder: Decoder) -> Iterator[None]:
+    """Inside this context, all that a network has between embeddings and head computes in fp32.
 
-    Args:
-        model: a transformers causal LM; afterwards its weights are as before.
-        layers: its decoder layers.
+    Afterwards its weights are as before.
     """
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, head = decoder.model.get_input_embeddings(), decoder.model.get_output_embeddings()
     tables = [module for module in (embeddings, head) if module is not None]
-    later = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in (*tables, *layers))
+    later = chain.from_iterable(
+        chain(m.parameters(), m.buffers()) for m in (*tables, *decoder.modules)
+    )
     rest, one = _Loan({}, frozenset(map(id, later))), _Loan({}, frozenset())
     with ExitStack() as stack:
         stack.callback(rest.settle)
@@ -82,10 +82,10 @@ def in_float32(model: Any, layers: Sequence[torch.nn.Module]) -> Iterator[None]:
         hold(embeddings.register_forward_hook(lambda _, __, output: output.float()))
         if head is not None:
             hold(head.register_forward_pre_hook(_narrow))
-        for layer in layers:
+        for layer in decoder.modules:
             hold(layer.register_forward_pre_hook(lambda layer, _: one.lend(layer)))
             hold(layer.register_forward_hook(lambda *_: one.settle(), always_call=True))
-        rest.lend(model)
+        rest.lend(decoder.network)
         yield
 
 
@@ -204,19 +204,14 @@ def kv_shapes(model: Any, token_ids: torch.Tensor) -> tuple[KVShapes, frozenset[
     return shapes, frozenset(cache.stateful)
 
 
-def record(
-    model: Any,
-    layers: Sequence[torch.nn.Module],
-    token_ids: torch.Tensor,
-    positions: torch.Tensor | None,
-) -> Recording:
+def record(decoder: Decoder, token_ids: torch.Tensor, positions: torch.Tensor | None) -> Recording:
     """Run the unmodified model once and record every layer.
 
     Args:
         token_ids: (2, seq_len) int64, the same tokens twice.
         positions: (2, seq_len) int64; None if the model takes no positions.
     """
-    found, cache = Recording(), _Listening()
+    found, cache, layers = Recording(), _Listening(), decoder.modules
 
     def enter(index: int, inputs: Inputs) -> Inputs:
         hidden = inputs["hidden_states"]
@@ -226,11 +221,11 @@ def record(
         found.inputs.append(hidden.clone())
         return {"hidden_states": hidden}
 
-    options: Inputs = {cache_argument(model): cache}
+    options: Inputs = {decoder.cache_name: cache}
     if positions is not None:
         options["position_ids"] = positions
     with entering(layers, enter), leaving(layers, lambda _, hidden: found.outputs.append(hidden)):
-        output = model(input_ids=token_ids, use_cache=False, **options)
+        output = decoder.model(input_ids=token_ids, use_cache=False, **options)
     found.logits = output.logits[:, -1].float()
     for index in range(len(layers)):
         keys, values = cache.kept.get(index, (None, None))

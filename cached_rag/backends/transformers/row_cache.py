@@ -38,7 +38,6 @@ class _Samples:
     """Which recomputed rows are samples of which chunks.
 
     Attributes:
-        rows: the rows of the pass that these samples were taken from.
         picked: (num_picked,) indices of the rows that lie in a chunk.
         weights: (num_modules, num_picked) fp32; multiplied by the picked rows' movements they give
             each chunk's movement.
@@ -47,12 +46,11 @@ class _Samples:
             where it lies in none.
     """
 
-    rows: Rows
     picked: torch.Tensor
     weights: torch.Tensor
-    begin: int = 0
-    end: int = 0
-    chunk: torch.Tensor | None = None
+    begin: int
+    end: int
+    chunk: torch.Tensor
 
 
 class Drift:
@@ -60,7 +58,8 @@ class Drift:
 
     def __init__(self, modules: Sequence[tuple[int, int]]) -> None:
         self._modules = tuple(modules)
-        self._last: _Samples | None = None
+        self._rows: Rows | None = None
+        self._last: _Samples | None = None  # of these rows
 
     def transfer(
         self, layer: int, rows: Rows, keys: torch.Tensor, values: torch.Tensor, buffer: KVBuffer
@@ -75,8 +74,9 @@ class Drift:
         """
         if layer == 0:  # its KV depends on the token alone, not on the text before it
             return
-        samples = self._samples(rows)
-        if samples.chunk is None:
+        if rows is not self._rows:
+            self._rows, self._last = rows, self._sampled(rows)
+        if (samples := self._last) is None:
             return
         slots = rows.slots[samples.picked]
         sides = [(keys, buffer.keys[layer]), (values, buffer.values[layer])]
@@ -89,12 +89,8 @@ class Drift:
         for (_, held), shift in zip(sides, shifts, strict=True):
             held[:, :, samples.begin : samples.end] += shift
 
-    def _samples(self, rows: Rows) -> _Samples:
-        if self._last is None or self._last.rows is not rows:
-            self._last = self._sampled(rows)
-        return self._last
-
-    def _sampled(self, rows: Rows) -> _Samples:
+    def _sampled(self, rows: Rows) -> _Samples | None:
+        """The samples among some rows; None if they lie in no chunk."""
         spoken, counts, device = [], [], rows.slots.device
         slots = rows.slots.cpu()  # a GPU would be waited for at each question below
         for begin, end in self._modules:
@@ -103,8 +99,7 @@ class Drift:
                 spoken.append((begin, end))
                 counts.append((offsets / _SETTLED).sqrt())
         if not spoken:
-            nothing = torch.empty(0, dtype=torch.int64)
-            return _Samples(rows, nothing, torch.empty(0, 0))
+            return None
         counted = torch.stack(counts)
         picked = counted.any(dim=0).nonzero().squeeze(1)
         weights = counted[:, picked] / (counted.sum(dim=1, keepdim=True) + _CAUTION)
@@ -113,7 +108,7 @@ class Drift:
         for index, (begin, end) in enumerate(spoken):
             chunk[begin - first : end - first] = index
         picked, weights, chunk = (part.to(device) for part in (picked, weights, chunk))
-        return _Samples(rows, picked, weights, first, last, chunk)
+        return _Samples(picked, weights, first, last, chunk)
 
 
 class Observed(Exception):  # noqa: N818 (a signal, not an error)
@@ -138,7 +133,10 @@ class Observer:
                 are left out; if none is left, it is the next one that has.
         """
         self.scores: list[torch.Tensor] = []
-        self.layers = _nearest(selector.observed_layers(layout), attending)
+        wanted = selector.observed_layers(layout)
+        self.layers = tuple(layer for layer in wanted if layer in attending)
+        if wanted and not self.layers:
+            self.layers = (next((n for n in attending if n > wanted[0]), attending[-1]),)
         self._selector = selector
         self._question = layout.question
         self._rows: tuple[Rows, Rows] | None = None  # of a pass, and the question's among them
@@ -146,7 +144,11 @@ class Observer:
     def __call__(
         self, layer: int, rows: Rows, query: torch.Tensor, keys: torch.Tensor, how: Scoring
     ) -> None:
-        """Score the tokens by the question's attention in one layer, if that layer is observed."""
+        """Score the tokens by the question's attention in one layer, if that layer is observed.
+
+        Raises:
+            Observed: this was the last of the layers.
+        """
         if layer not in self.layers:
             return
         if self._rows is None or self._rows[0] is not rows:
@@ -155,13 +157,8 @@ class Observer:
         asked = query[0, :, -len(asking) :]
         weights = head_mean(asked, keys[0], asking, how)
         self.scores.append(self._selector.score(weights))
-
-
-def _nearest(wanted: tuple[int, ...], attending: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(layer for layer in wanted if layer in attending)
-    if found or not wanted:
-        return found
-    return (next((layer for layer in attending if layer > wanted[0]), attending[-1]),)
+        if layer == self.layers[-1]:
+            raise Observed
 
 
 def head_mean(query: torch.Tensor, keys: torch.Tensor, rows: Rows, how: Scoring) -> torch.Tensor:
@@ -193,11 +190,7 @@ def head_mean(query: torch.Tensor, keys: torch.Tensor, rows: Rows, how: Scoring)
         scores = capped((head_query * factor) @ head_keys.T, how.softcap)
         scores = scores.view(-1, count, keys.shape[1])
         scores[:, :, first:].masked_fill_(hidden, float("-inf"))
-        if sinks is None:
-            torch.softmax(scores, dim=-1, out=scores)  # in fp32 inside, whatever the dtype
-        else:
-            scores = softmax(scores, sinks)
-        mean += scores.sum(dim=0, dtype=torch.float32)
+        mean += softmax(scores, sinks).sum(dim=0, dtype=torch.float32)
     return mean / heads
 
 
@@ -251,7 +244,15 @@ class RowCache(Cache):  # type: ignore[misc]
         return keys[:, :, : self.rows.length], values[:, :, : self.rows.length]
 
     def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
-        """See `states.Preceding`."""
+        """Keep inputs of a layer's convolutions, give each row's with those of tokens before it.
+
+        Args:
+            inputs: (batch, num_rows, width).
+            count: how many tokens before a row.
+
+        Returns:
+            (batch, num_rows, count + 1, width); 0 where there is no token.
+        """
         values = inputs[:, None]
         self.update(values[..., :0], values, layer)
         return windows_before(self.buffer.values[layer], self.rows.slots, count)
@@ -275,11 +276,8 @@ class RowCache(Cache):  # type: ignore[misc]
         Raises:
             Observed: this was the last layer that it observes, so the pass can end.
         """
-        if self.observer is None:
-            return
-        self.observer(layer, self.rows, query, keys, how)
-        if layer == self.observer.layers[-1]:
-            raise Observed
+        if self.observer is not None:
+            self.observer(layer, self.rows, query, keys, how)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens the model takes to come before those that enter it."""

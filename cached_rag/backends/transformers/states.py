@@ -17,7 +17,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -134,21 +134,6 @@ def _by_token(module: Any, plain: Any, hidden_states: torch.Tensor, **options: A
 DECAY = "A_log"
 # transformers' name for short convolutions.
 CONVOLUTION = "conv"
-
-
-class Preceding(Protocol):
-    """A cache that keeps inputs of convolutions, one a slot."""
-
-    def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
-        """Keep a pass's inputs, and give each row's with those of the tokens before it.
-
-        Args:
-            inputs: (batch, num_rows, width).
-            count: how many tokens before a row.
-
-        Returns:
-            (batch, num_rows, count + 1, width); 0 where there is no token.
-        """
 
 
 def convolve_rows(layers: Iterable[torch.nn.Module]) -> None:
