@@ -99,8 +99,13 @@ def settings_of(*kinds: type) -> dict[str, Setting]:
     return found
 
 
-def parted(options: Mapping[str, Any], *kinds: type) -> list[dict[str, Any]]:
+def parted(
+    options: Mapping[str, Any], *kinds: type, beside: Collection[str] = ()
+) -> list[dict[str, Any]]:
     """Options by name as those of each class; a name that two classes have is for both.
+
+    Args:
+        beside: names that are no options, and that one may have meant.
 
     Raises:
         ConfigError: no class has such a setting.
@@ -108,7 +113,7 @@ def parted(options: Mapping[str, Any], *kinds: type) -> list[dict[str, Any]]:
     names = [[one.name for one in fields(kind)] for kind in kinds]
     known = list(dict.fromkeys(name for group in names for name in group))
     if unknown := [name for name in options if name not in known]:
-        raise ConfigError(unknown_settings(unknown, known))
+        raise ConfigError(unknown_settings(unknown, [*beside, *known]))
     return [{name: options[name] for name in group if name in options} for group in names]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,10 +68,11 @@ def demo_command(
         terminal.sooner(statistics.median(column)) for column in zip(*ratios, strict=True)
     )
     out.print(f"Median: first token {first} than full prefill, whole answer {whole}.\n")
+    program = "cached-rag" if shutil.which("cached-rag") else sys.argv[0]
     for line in (
         f"The index is in {index}; its documents are in {documents}, put yours there. Then:",
-        f"  cached-rag ingest {documents} --index {index}",
-        f"  cached-rag ask QUESTION --index {index} --compare",
+        f"  {program} ingest {documents} --index {index}",
+        f"  {program} ask QUESTION --index {index} --compare",
     ):
         out.print(line, soft_wrap=True)
 

@@ -102,7 +102,7 @@ def ingest_command(
     ],
     as_json: Json = False,
 ) -> None:
-    """Read, split, embed, index and prefill documents; what the index has already is skipped."""
+    """Read, split, embed, index and prefill documents that the index does not have."""
     from cached_rag.rag.finding import absolute, is_folder
 
     workers = asked.workers
@@ -131,12 +131,7 @@ def _print(summary: cached_rag.IngestSummary, *, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(summary))
         return
-    out.print(
-        f"{summary.added} documents added, {summary.unchanged} unchanged, "
-        f"{summary.deleted} deleted; {summary.chunks} chunks, "
-        f"{summary.encoded} prefilled now ({summary.tokens} tokens in all passes) "
-        f"in {summary.seconds:.1f} s; the index has {summary.stored_bytes / 2**20:.0f} MiB of KV"
-    )
+    out.print(str(summary))
     for note in _notes(summary):
         err.print(note, style="yellow")
 

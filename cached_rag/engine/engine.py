@@ -157,7 +157,7 @@ class Engine:
             MissingPackageError: a package that the backend or the adapter needs is not installed.
         """
         settings = StoreConfig(path=str(store)) if isinstance(store, str | Path) else store
-        how = ModelConfig(**parted(options, ModelConfig)[0])
+        how = ModelConfig(**parted(options, ModelConfig, beside=("model", "store"))[0])
         load = partial(load_backend, model, how.backend, dtype=how.dtype, device=how.device)
         variant = Variant.of(how.revision, how.adapter, how.model_kwargs)
         loaded = submit(partial(load, weights=how.weights, variant=variant)).result()

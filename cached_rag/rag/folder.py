@@ -47,9 +47,8 @@ class IndexConfig:
         first_exact: encode chunks behind the prompt's head alone, too, so that the first chunk of a
             prompt is exact: a pass more, and twice the disk.
         system: the system prompt that questions are asked under; empty for none.
-        search: how chunks are found: by "vectors" (what is meant), by "words" (BM25: part numbers,
-            names), by both ("hybrid"), or "auto": by both if the question has a digit, else by
-            vectors. Each `open` may choose anew.
+        search: how chunks are found: "vectors" (what is meant), "words" (BM25), "hybrid" (both), or
+            "auto": both if the question has a digit, else vectors. Each `open` may choose anew.
 
     Raises:
         ConfigError: a number of primers, or a way to search, that does not exist.

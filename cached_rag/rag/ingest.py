@@ -58,12 +58,16 @@ class Ingestion:
         self._done = EncodeSummary()
         # Bytes of KV, where no engine has to be asked.
         self._held: int | None = None
+        self._says: Callable[[str], object] = _unsaid  # beside the bar of what is read
 
     @cached_property
     def preparation(self) -> Preparation:
         """What documents are prepared with. Loads the models, so not before one needs them."""
         folder = self.folder
-        return Preparation(folder.engine, folder.embedder, folder.settings)
+        self._says("loading models")
+        made = Preparation(folder.engine, folder.embedder, folder.settings)
+        self._says("")
+        return made
 
     def run(
         self,
@@ -140,6 +144,7 @@ class Ingestion:
         sizes = [max(0, _size(file)) for file in changed.values()]
         total = sum(sizes)
         with counting(total, "reading", "B", is_shown=progress, unit_divisor=1024) as bar:
+            self._says = bar.set_postfix_str
             for (source, file), size in zip(changed.items(), sizes, strict=True):
                 share_done = within(bar, size)
                 try:
@@ -154,6 +159,7 @@ class Ingestion:
                 if is_new:
                     self.preparation.engine.register(texts[source])
                 share_done(1.0)
+        self._says = _unsaid
         return texts
 
     def _gather(self, files: Mapping[str, Path], prepare: Prepare, progress: Shown) -> None:
@@ -286,6 +292,10 @@ class Ingestion:
         self.folder.forget_later(self.index.orphans([*chain.from_iterable(documents.values())]))
         for source in documents:
             self.index.mark_encoded(source)
+
+
+def _unsaid(_: str) -> None:
+    """There is no bar."""
 
 
 def _above(source: str) -> Iterator[str]:

@@ -60,6 +60,15 @@ class IngestSummary:
     stored_bytes: int = 0
     missing: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        skipped = f", {len(self.skipped)} skipped (see `skipped`)" if self.skipped else ""
+        return (
+            f"{self.added} documents added, {self.unchanged} unchanged, {self.deleted} deleted"
+            f"{skipped}; {self.chunks} chunks, {self.encoded} prefilled now ({self.tokens} tokens "
+            f"in all passes) in {self.seconds:.1f} s; the index has "
+            f"{self.stored_bytes / 2**20:.0f} MiB of KV"
+        )
+
 
 class Bar(tqdm):  # type: ignore[type-arg]
     """A bar whose lock is this process's own.

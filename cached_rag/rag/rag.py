@@ -105,7 +105,9 @@ class CachedRAG:
             embedding = os.fspath(embedding)
         if embedding is not None:
             options["embedding"] = getattr(embedding, "name", embedding)
-        index, ranking, how, store, batch, limits = parted(options, *SETTINGS)
+        index, ranking, how, store, batch, limits = parted(
+            options, *SETTINGS, beside=("model", "engine")
+        )
         store = {name: given for name, given in store.items() if name not in _THE_INDEXES}
         _check_that_apply(model, engine, [*_given(how | store | batch)], store)
         reranking, reading = Reranking(**ranking), DocumentLimits(**limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from langchain_cached_rag import CachedRAGLLM as StringModel
 from langchain_cached_rag import ChatCachedRAG
 from llama_index.llms.cached_rag import CachedRAGLLM
 
-from cached_rag import ConfigError, GenerationConfig, options
+from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig, options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 MODELS = [ChatCachedRAG, StringModel, CachedRAGLLM]
@@ -42,6 +43,12 @@ def test_a_misspelt_setting_is_told_the_nearest_and_an_unheard_of_one_the_list(m
         model(temprature=1)
     with pytest.raises(ValueError, match=r"unknown setting 'xyz'; settings are .*max_tokens"):
         model(xyz=1)
+
+
+def test_a_misspelt_model_is_told_so(tmp_path):
+    for make in (partial(CachedRAG.open, tmp_path), Engine.load):
+        with pytest.raises(ConfigError, match=r"'modle': did you mean model\?"):
+            make(modle="smollm2-135m")
 
 
 def test_a_call_says_the_same():

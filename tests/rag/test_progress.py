@@ -28,6 +28,9 @@ class Bar(progress.Bar):
         super().update(n)
         self.seen.append(self.n)
 
+    def set_postfix_str(self, s="", refresh=True):
+        self.said = [*getattr(self, "said", ()), s]
+
 
 @pytest.fixture
 def bars(monkeypatch):
@@ -69,6 +72,14 @@ def test_reading_counts_bytes_and_moves_within_a_document(rag, bars, long_file, 
     bar, size = bars["reading"], long_file.stat().st_size
     assert bar.n == bar.total == size
     assert len({at for at in bar.seen if 0 < at < size}) > 3
+
+
+def test_a_bar_says_that_models_are_loaded_where_they_are(rag, bars, long_file):
+    rag.ingest(long_file)
+    assert bars["reading"].said == ["loading models", ""]
+    long_file.touch()
+    rag.ingest(long_file)
+    assert not hasattr(bars["reading"], "said")
 
 
 def test_a_file_that_is_skipped_is_done(rag, bars, tmp_path):

@@ -163,6 +163,7 @@ def test_what_was_emptied_answers_no_more_and_what_cannot_be_read_does(opened, d
     assert summary.deleted == 1
     assert summary.skipped[0][1].endswith("the file is empty")
     assert len(summary.skipped) == 2
+    assert " deleted, 2 skipped (see `skipped`); " in str(summary)
     assert {one.source for one in rag.documents()} == {"docs/b.txt", "docs/c.txt"}
     assert len(rag.engine.library.table) == 2
 

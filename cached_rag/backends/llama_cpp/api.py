@@ -40,8 +40,9 @@ LOAD_MODE_NONE = 0
 _log = logging.getLogger(__name__)
 _LEVELS = {3: logging.WARNING, 4: logging.ERROR}  # of `enum ggml_log_level`; the others say little
 # How warnings begin that are none: a context says at its end that it took what it reserved, and at
-# its beginning that it has more cells than one prompt may have; they are for several prompts.
-_CHATTER = (b"~llama_context", b"llama_context: n_ctx")
+# its beginning that it has more cells than one prompt may have; they are for several prompts. And
+# it marks a control token that Qwen's files leave unmarked.
+_CHATTER = (b"~llama_context", b"llama_context: n_ctx", b"load: control-looking token")
 # More than any struct has grown by: a library with a longer struct than ours fills this, not memory
 # that is not ours, and is then refused.
 _ROOM = 512
