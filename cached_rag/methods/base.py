@@ -52,23 +52,50 @@ class Layout:
         """(seq_len,) bool: approximate tokens, the ones a method may choose to recompute."""
         return ~(self.fresh | self.exact)
 
-    @cached_property
+    @property
     def is_alike(self) -> bool:
         """Whether much of the reused tokens stands in entries that are alike.
 
         Such entries differ in a name or a number: what stands between comes again and again, in
-        runs of `_TELLING` bits or more. Keys and numbers are alike by themselves: they are spelled
-        with few tokens. What comes in a run twelve times as long is a copy of a text, and what
-        comes twice the overlap of two chunks.
+        runs of `_TELLING` bits or more. Keys and numbers are alike by themselves.
         """
-        ids = self.ids[self.reused[: len(self.ids)]]
-        shares = torch.unique(ids, return_counts=True)[1] / max(1, len(ids))
-        bits = float(torch.special.entr(shares).sum()) / math.log(2)
-        length = math.ceil(_TELLING / max(bits, 1e-3))
-        once = ~_again(ids, 12 * length, 2)
-        is_spelled = _SPELLED[0] < bits < _SPELLED[1]
-        alike = once if is_spelled else once & _again(ids, length, 3)
-        return int(alike.sum()) > _MUCH * len(ids)
+        return self._repeats or self.is_spelled
+
+    @cached_property
+    def is_spelled(self) -> bool:
+        """Whether the reused tokens are few different ones in any order: keys or numbers."""
+        is_few = _SPELLED[0] < self._bits < _SPELLED[1]
+        return is_few and not self._repeats and self._is_much(self._once)
+
+    @cached_property
+    def _repeats(self) -> bool:
+        return self._is_much(self._once & _again(self._reused_ids, self._telling, 3))
+
+    @cached_property
+    def _once(self) -> torch.Tensor:
+        """What is no copy: does not come twice in a run twelve times as long as a telling one.
+
+        Twice comes the overlap of two chunks, too.
+        """
+        return ~_again(self._reused_ids, 12 * self._telling, 2)
+
+    def _is_much(self, tokens: torch.Tensor) -> bool:
+        return int(tokens.sum()) > _MUCH * len(tokens)
+
+    @property
+    def _telling(self) -> int:
+        """How many tokens a run of `_TELLING` bits has."""
+        return math.ceil(_TELLING / max(self._bits, 1e-3))
+
+    @cached_property
+    def _bits(self) -> float:
+        """The entropy of a reused token."""
+        counts = torch.unique(self._reused_ids, return_counts=True)[1]
+        return float(torch.special.entr(counts / counts.sum()).sum()) / math.log(2)
+
+    @property
+    def _reused_ids(self) -> torch.Tensor:
+        return self.ids[self.reused[: len(self.ids)]]
 
     @property
     def question(self) -> int:

@@ -182,10 +182,11 @@ class Auto(AnchorFlow):
 
     Of chunks that were encoded behind others of their document it is 16 %. Where chunks are full of
     alike entries it is 30 % of either, and more where these are more than 600 tokens: all, from
-    1600 tokens on. Otherwise these shares are left out where the prompt's live tokens, a long
-    question or chunks without KV, are a quarter of it and more than 128. Where a model's attention
-    cannot be watched it is `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix`
-    or `full`; `report.notes` says so. The figures that chose it are in docs/quality.md.
+    1600 tokens on. Of keys and numbers it is more from 300 on, and all from 800 on. Otherwise these
+    shares are left out where the prompt's live tokens, a long question or chunks without KV, are a
+    quarter of it and more than 128. Where a model's attention cannot be watched it is
+    `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix` or `full`;
+    `report.notes` says so. The figures that chose it are in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
@@ -195,8 +196,9 @@ class Auto(AnchorFlow):
     """
 
     name: ClassVar[str] = "auto"
-    # Where entries are alike, the ratio is enough for so many tokens. The more there are, the more
-    # repair it takes until an answer is read from the right entry (docs/experiments.md).
+    # Where entries are alike, the ratio is enough for so many tokens; of keys and numbers, for half
+    # as many. The more there are, the more repair it takes until an answer is read from the right
+    # entry (docs/experiments.md).
     enough_for: ClassVar[float] = 600
     # Chunks that were encoded behind others of their document need less repair, unless their
     # entries are alike.
@@ -209,9 +211,10 @@ class Auto(AnchorFlow):
         It is all where choosing would cost nearly as much.
         """
         reused, live = int(layout.reused.sum()), int(layout.fresh.sum())
-        if reused <= self.enough_for or not layout.is_alike:
+        enough = self.enough_for / 2 if layout.is_spelled else self.enough_for
+        if reused <= enough or not layout.is_alike:
             return self.recompute_ratio
-        more = self.recompute_ratio * reused / self.enough_for
+        more = self.recompute_ratio * reused / enough
         return more if more * reused + live < _NEARLY * reused else 1.0
 
     def budget(self, layout: Layout) -> int:

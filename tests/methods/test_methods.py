@@ -261,6 +261,26 @@ def test_entries_are_alike_and_neither_prose_nor_copies_of_it_are():
     assert not dataclasses.replace(entries(20), ids=same[:0]).is_alike
 
 
+def keys(count):
+    """As `entries`, of keys of seven characters, and what stands between them."""
+    like = entries(count)
+    drawn = torch.randint(16, (len(like.ids),), generator=torch.Generator().manual_seed(0))
+    drawn[torch.arange(len(drawn)) % 8 == 7] = 16
+    return dataclasses.replace(like, ids=drawn)
+
+
+def test_keys_and_numbers_are_alike_by_themselves_and_take_more():
+    assert all(keys(count).is_alike and keys(count).is_spelled for count in (20, 100))
+    assert not any(one.is_spelled for one in (prose(20), prose(100)))
+    for count, share in ((10, 0.3), (20, 0.48), (30, 0.72), (40, 1.0)):
+        assert Auto().share(keys(count)) == pytest.approx(share)
+        assert Fast().share(keys(count)) == 0.03
+    again = keys(20).ids[:48].repeat(20)  # the same few keys in each chunk are copies
+    fresh = torch.arange(len(again)) >= len(again) - 10
+    copies = Layout(fresh, torch.zeros_like(fresh), ((0, 10),), 4, ids=again)
+    assert not copies.is_alike
+
+
 def test_auto_repairs_more_the_more_entries_are_alike_and_fast_does_not():
     for count, share in ((20, 0.3), (40, 0.48), (60, 0.72), (70, 1.0), (100, 1.0)):
         layout = entries(count)
