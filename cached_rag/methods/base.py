@@ -73,7 +73,7 @@ class Layout:
 
     @cached_property
     def _once(self) -> torch.Tensor:
-        """What is no copy: does not come twice in a run twelve times as long as a telling one.
+        """(num_reused,) bool: what comes in no run twelve times as long as a telling one twice.
 
         Twice comes the overlap of two chunks, too.
         """

@@ -211,8 +211,10 @@ class Auto(AnchorFlow):
         It is all where choosing would cost nearly as much.
         """
         reused, live = int(layout.reused.sum()), int(layout.fresh.sum())
+        if reused <= self.enough_for / 2 or not layout.is_alike:
+            return self.recompute_ratio
         enough = self.enough_for / 2 if layout.is_spelled else self.enough_for
-        if reused <= enough or not layout.is_alike:
+        if reused <= enough:
             return self.recompute_ratio
         more = self.recompute_ratio * reused / enough
         return more if more * reused + live < _NEARLY * reused else 1.0

@@ -6,11 +6,11 @@ Values are put in after a prompt is parsed, so they are text and cannot become P
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import update_wrapper
-from string import Formatter
 from typing import Any, ClassVar
 
 from cached_rag.errors import PMLError
@@ -18,6 +18,9 @@ from cached_rag.pml.markup import Element, Where, nearest, parse_markup
 from cached_rag.pml.program import read_function
 from cached_rag.pml.prompt import Import, Part, Said
 from cached_rag.pml.schema import Schema, SchemaPrompt
+
+# What braces may be: doubled, around a variable, or alone, which is a mistake.
+_BRACES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,8 @@ def _names(element: Element) -> Iterator[str]:
     """The names of variables in an element's attributes and texts, in order.
 
     Raises:
-        PMLError: a brace alone, or a field that is more than a name; it names the place where the
-            text or element begins.
+        PMLError: a brace alone, or a field that is more than a name; it names the place. Behind
+            `&lt;` and the like, which are shorter when they are read, the column is a smaller one.
     """
     for value in element.attributes.values():
         yield from _names_in(value, element.where)
@@ -91,18 +94,26 @@ def _names(element: Element) -> Iterator[str]:
 
 
 def _names_in(text: str, where: Where) -> Iterator[str]:
-    try:
-        found = list(Formatter().parse(text))
-    except ValueError as error:
-        why = f"braces in {text!r}: {error}; write {{{{ and }}}} for braces"
-        raise PMLError(why, where) from error
-    for _, name, form, conversion in found:
-        if name is None:
+    for brace in _BRACES.finditer(text):
+        name = brace[1]
+        if brace[0] in ("{{", "}}"):
             continue
-        if form or conversion or not name.isidentifier():
-            why = f"a field that is no variable in {text!r}; variables are names, and braces are "
-            raise PMLError(why + "{{ and }}", where)
-        yield name
+        if name is None:
+            why = f"braces in {text!r}: one stands alone; write {{{{ and }}}} for braces"
+        elif not name.isidentifier():
+            why = f"{brace[0]} is no variable; variables are names, and braces are {{{{ and }}}}"
+        else:
+            yield name
+            continue
+        raise PMLError(why, _within(text, brace.start(), where))
+
+
+def _within(text: str, at: int, where: Where) -> Where:
+    """The place of a text's character, if the text begins `where`."""
+    before = text[:at]
+    lines = before.count("\n")
+    column = at - before.rfind("\n") if lines else where.column + at
+    return Where(where.line + lines, column)
 
 
 class PromptFunction:

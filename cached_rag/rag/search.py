@@ -79,13 +79,20 @@ class Hit:
     metadata: Metadata = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        page = f" p. {self.metadata['page']}" if "page" in self.metadata else ""
-        is_long = len(self.title) > _TITLE
-        title = f"{self.title[:_TITLE].rstrip()} ..." if is_long else self.title
-        return f"{self.score:.2f}  {shown(self.source)} #{self.ordinal}{page}  {title}"
+        return f"{self.score:.2f}  {self._place}  {self._title}"
 
     def __repr__(self) -> str:
-        return f"<Hit {self}>"
+        return f"<Hit {self.score:.2f} {self._place} {self._title!r}>"
+
+    @property
+    def _place(self) -> str:
+        page = f" p. {self.metadata['page']}" if "page" in self.metadata else ""
+        return f"{shown(self.source)} #{self.ordinal}{page}"
+
+    @property
+    def _title(self) -> str:
+        is_long = len(self.title) > _TITLE
+        return f"{self.title[:_TITLE].rstrip()} ..." if is_long else self.title
 
 
 # What the values of some fields have to be, by the fields' names; or a function that judges a hit.

@@ -190,14 +190,14 @@ def test_mistakes_in_prompts_are_named_with_their_place(source, column, what):
 
 
 UNFILLED = [
-    ("<prompt>\n  Hi, {a.b}</prompt>", 1, 9, r"^PML:1:9: .* no variable in '\\n  Hi, \{a.b\}'"),
-    ("<prompt>{{ok}} {}</prompt>", 1, 9, "no variable"),
-    ("<prompt>{ok} {x:>10}</prompt>", 1, 9, "no variable"),
+    ("<prompt>\n  Hi, {a.b}</prompt>", 2, 7, r"^PML:2:7: \{a.b\} is no variable"),
+    ("<prompt>{{ok}} {}</prompt>", 1, 16, "no variable"),
+    ("<prompt>{ok} {x:>10}</prompt>", 1, 14, "no variable"),
     ("<prompt>{x!r}</prompt>", 1, 9, "no variable"),
-    ("<prompt><user>a\n}</user></prompt>", 1, 15, r"^PML:1:15: braces in 'a\\n}'"),
-    ("<prompt>a {{ { b</prompt>", 1, 9, "write {{ and }} for braces"),
+    ("<prompt><user>a\n}</user></prompt>", 2, 1, r"^PML:2:1: braces in 'a\\n}'"),
+    ("<prompt>a {{ { b</prompt>", 1, 14, "write {{ and }} for braces"),
     ("<prompt><letter who='{'/></prompt>", 1, 9, "braces in '{'"),
-    ("<prompt>{a}<letter>\n{b[0]}</letter></prompt>", 1, 20, "no variable"),
+    ("<prompt>{a}<letter>\n{b[0]}</letter></prompt>", 2, 1, "no variable"),
 ]
 
 

@@ -209,7 +209,7 @@ def test_what_is_printed_is_short_and_hides_nothing(rag):
     answer = rag.ask(QUESTION, **GREEDY)
     best = answer.sources[0]
     assert str(best) == f"{best.score:.2f}  docs/b.txt #0  {best.title}"
-    assert repr(answer.sources[:1]) == f"(<Hit {best.score:.2f}  docs/b.txt #0  {best.title}>,)"
+    assert repr(answer.sources[:1]) == f"(<Hit {best.score:.2f} docs/b.txt #0 {best.title!r}>,)"
     assert CHUNKS[1] in best.text
     assert str(answer) == answer.text
     assert repr(answer) == f"<Answer {answer.text!r}, 2 sources>"
