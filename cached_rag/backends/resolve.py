@@ -395,14 +395,14 @@ def _swept(folder: Path) -> Path:
 
 
 def file_digest(path: Path) -> str:
-    """blake2b digest of a file's bytes; read from the cache directory if the file is unchanged."""
+    """sha256 of a file's bytes; read from the cache directory if the file is unchanged."""
     memo = cache_dir() / "digests" / f"{_identity(path)}.json"
     if memo.is_file():
         try:
             return str(json.loads(memo.read_text())["digest"])
         except (ValueError, KeyError):
             memo.unlink()
-    found = _fed(hashlib.blake2b(digest_size=20), path)
+    found = _fed(hashlib.sha256(), path)
     keep_json(memo, {"digest": found, "path": str(path)})
     return found
 

@@ -57,9 +57,19 @@ app.add_typer(store.store_app, name="store")
 app.add_typer(schema.schema_app, name="schema")
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        out.print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def root(
     context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it, end."),
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -130,12 +140,6 @@ def _names(command: Any) -> set[str]:
     """The settings of a command, and of those below it."""
     below = getattr(command, "commands", {}).values()
     return {one.name for one in command.params}.union(*map(_names, below))
-
-
-@app.command()
-def version() -> None:
-    """Print the version."""
-    out.print(__version__)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message
+from cached_rag.backends.resolve import resolve
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, StoreError, needs_extra
 from cached_rag.options import parted, require
@@ -98,6 +99,7 @@ class CachedRAG:
 
         Raises:
             IndexMismatchError: the index was made with other settings.
+            ModelNotFoundError: `model` is a path, or nearly an alias, and nothing is there.
             ConfigError: a setting that is unknown, bad, or cannot apply.
             MissingPackageError: the packages of `[rag]` are not installed.
         """
@@ -110,6 +112,8 @@ class CachedRAG:
         )
         store = {name: given for name, given in store.items() if name not in _THE_INDEXES}
         _check_that_apply(model, engine, [*_given(how | store | batch)], store)
+        if model is not None:
+            resolve(str(model))  # before documents are read for it
         reranking, reading = Reranking(**ranking), DocumentLimits(**limits)
         root = _folder(path)
         how, index = _given(how), _given(index)

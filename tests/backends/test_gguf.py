@@ -134,6 +134,7 @@ def test_a_file_in_pieces_is_put_together_and_checked(file, tmp_path, monkeypatc
     model = load_model("good", dtype="float32", device="cpu")
     weights = model.decoder.model.state_dict()
     assert all(torch.equal(weights[name], whole[name]) for name in whole)
+    assert len(list((tmp_path / "cache" / "models").iterdir())) == 1  # by either name
     assert not list((tmp_path / "cache").rglob("*.gguf"))
     with pytest.raises(ModelError, match="not those of"):
         load_model("swapped", device="cpu")

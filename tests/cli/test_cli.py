@@ -19,7 +19,7 @@ from fresh import run_fresh
 from indexes import WordEmbedding
 from typer.testing import CliRunner
 
-from cached_rag import CachedRAG, ConfigError, Engine
+from cached_rag import CachedRAG, ConfigError, Engine, __version__
 from cached_rag.cli import main as cli
 from cached_rag.cli.bench import Comparing
 from cached_rag.cli.terminal import plain, print_json, sooner
@@ -815,3 +815,8 @@ def test_a_code_page_that_lacks_a_character_fails_no_command(tmp_path):
     shown, as_json = done.stdout.split("--- 1")
     assert "'m?'" in shown
     assert "'m?'" not in as_json
+
+
+def test_the_version_is_an_option():
+    said = run(cli.app, ["--version"])
+    assert (said.exit_code, said.stdout) == (0, f"{__version__}\n")

@@ -90,14 +90,14 @@ def test_an_lru_of_two_by_hand():
 
 
 def test_counting_beats_the_last_used_and_knowing_beats_both():
-    trace = zipf_trace(2000, 100_000)
-    for row in hit_rates(trace, 2000, [0.02, 0.1, 0.5]):
+    trace = zipf_trace(500, 20_000)
+    for row in hit_rates(trace, 500, [0.02, 0.1, 0.5]):
         assert row.lru < row.store < row.known
         assert row.lru < row.counted < row.known + 0.01
-    for other in (moving(trace, 2000), with_ingestion(trace, 2000)):
-        (row,) = hit_rates(other, 2000, [0.1])
+    for other in (moving(trace, 500), with_ingestion(trace, 500)):
+        (row,) = hit_rates(other, 500, [0.1])
         assert row.lru < row.store
-    (whole,) = hit_rates(trace, 2000, [1.0])
+    (whole,) = hit_rates(trace, 500, [1.0])
     assert whole.counted == whole.known == 1
     assert 0.98 < whole.lru < 1  # each chunk's first use finds nothing
 
@@ -109,7 +109,17 @@ def test_a_constant_that_is_not_positive_is_refused():
 
 def test_the_command_measures_what_it_is_not_told(model_folder):
     run = CliRunner().invoke
-    options = ["--chunks", "1e4", "--kept", "0.1", "--chunk-tokens", "32", "--json"]
+    options = [
+        "--chunks",
+        "1e4",
+        "--kept",
+        "0.1",
+        "--uses",
+        "2000",
+        "--chunk-tokens",
+        "32",
+        "--json",
+    ]
     given = ["--tokens-per-s", "1000", "--token-bytes", "20000"]
     told = json.loads(run(cli.app, ["scale", *given, *options]).stdout)
     assert told["scale"][0]["kv_gb"] == 6.4

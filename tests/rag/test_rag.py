@@ -223,13 +223,15 @@ def test_other_settings_are_refused(opened, docs):
 
 def test_a_typo_binds_no_index(opened, docs, tmp_path, monkeypatch):
     monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path / "cache"))
-    mistaken = CachedRAG.open(tmp_path / "index", "./no-such-model", codec="int8")
+    with pytest.raises(ModelNotFoundError):  # before a document is read
+        CachedRAG.open(tmp_path / "index", "./no-such-model", codec="int8")
+    mistaken = CachedRAG.open(tmp_path / "index", "no-such/model", codec="int8")
     with mistaken, pytest.raises(ModelNotFoundError):
         ingest(mistaken, docs)
     rag = opened()
     assert ingest(rag, docs).added == 3
     with pytest.raises(IndexMismatchError, match="model 'llama', not"):
-        CachedRAG.open(tmp_path / "index", "./no-such-model")
+        CachedRAG.open(tmp_path / "index", "no-such/model")
 
 
 def test_an_emptied_index_may_be_made_anew(opened, docs):

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -246,8 +246,7 @@ def entering(
     """
 
     def before(index: int, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: Inputs) -> Any:
-        names = inspect.signature(layer.forward).parameters
-        named = dict(zip(names, args, strict=False)) | kwargs
+        named = dict(zip(_input_names(type(layer).forward), args, strict=False)) | kwargs
         return (), named | change(index, named)
 
     with ExitStack() as hooks:
@@ -255,6 +254,12 @@ def entering(
             hook = layer.register_forward_pre_hook(partial(before, index), with_kwargs=True)
             hooks.enter_context(hook)
         yield
+
+
+@cache
+def _input_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a method's inputs; kept, as it takes .4 ms to find those of 28 layers."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 @contextmanager

@@ -41,6 +41,7 @@ def scale(
     kept: Annotated[
         str, typer.Option(help="Shares of chunks to keep in the replayed trace.")
     ] = "0.01,0.03,0.1,0.3",
+    uses: Annotated[int, typer.Option(min=10, help="How long that trace is.")] = 400_000,
     seed: Annotated[int, typer.Option(help="Of the trace.")] = 0,
     *,
     how: Loading,
@@ -67,7 +68,7 @@ def scale(
     )
     counts = [round(n) for n in numbers(chunks, float, "chunks are numbers")]
     shares = numbers(kept, float, "shares are numbers")
-    small, uses = 20_000, 400_000  # a trace that is replayed in seconds
+    small = 20_000  # so that a trace is replayed in seconds
     trace = zipf_trace(small, uses, exponent, seed)
     prefill_s, read_s = answer_seconds(known, per_answer)
     tables: dict[str, list[Any]] = {
