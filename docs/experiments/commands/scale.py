@@ -68,7 +68,7 @@ def scale(
     )
     counts = [round(n) for n in numbers(chunks, float, "chunks are numbers")]
     shares = numbers(kept, float, "shares are numbers")
-    small = 20_000  # so that a trace is replayed in seconds
+    small = 20_000  # so that a trace is replayed in half a minute
     trace = zipf_trace(small, uses, exponent, seed)
     prefill_s, read_s = answer_seconds(known, per_answer)
     tables: dict[str, list[Any]] = {
