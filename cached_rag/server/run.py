@@ -151,7 +151,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn, ten times a second."""
-        if counter % _TICKS_A_SECOND == 0:
+        often = max(1, int(_TICKS_A_SECOND * min(1.0, self._client_seconds)))
+        if counter % often == 0:
             for connection in _ours(self.server_state.connections):
                 connection.look(self._client_seconds)
         if counter % (_TICKS_A_SECOND * _TRIM_SECONDS) == 0:

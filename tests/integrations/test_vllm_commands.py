@@ -33,7 +33,8 @@ def test_a_model_that_is_not_there_is_an_error_of_ours(tmp_path):
         CliRunner().invoke(app, ["describe", *options], catch_exceptions=False)
 
 
-def test_the_benchmark_asks_vllm_with_and_without_tickets(tmp_path):
+def test_the_benchmark_asks_vllm_with_and_without_tickets(tmp_path, monkeypatch):
+    monkeypatch.setattr("docs.experiments.peers.vllm.PAUSE_S", 0.0)
     corpus = " ".join(f"{number} {chunk}" for number in range(8) for chunk in CHUNKS)
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     sizes = {"chunk_tokens": 90, "new_tokens": 2, "rounds": 2, "pause": 0.0}

@@ -15,7 +15,7 @@ from docs.experiments.answers import Peer, Question, Sample, Stopwatch
 from docs.experiments.peers.http import address_of, asked, events
 
 # Its worker waits for the next step on a processor that it keeps busy, for a second.
-_PAUSE_S = 1.5
+PAUSE_S = 1.5
 
 
 class Vllm(Peer):
@@ -75,7 +75,7 @@ class Vllm(Peer):
 
     def settle(self) -> None:
         """Wait until the server rests, if it is on this machine."""
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
 
     def close(self) -> None:
         """Change nothing: the server is the user's."""
