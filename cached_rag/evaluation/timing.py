@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import resources
 from typing import TypeVar
 
 import torch
@@ -91,24 +92,24 @@ def _wait(device: torch.device) -> None:
 
 
 PREFIX = "Read these texts.\n\n"
-_WORDS = (
-    "river stone market lamp engine paper winter garden signal harbour copper letter music field "
-    "answer window bridge valley number silver forest captain morning island castle village road"
-)
+
 
 # Where every prompt is a new one.
 NEW_PROMPTS = StoreConfig(sequence_bytes=0)
 
 
 def make_texts(engine: Engine, *sizes: int) -> list[str]:
-    """Distinct texts of about `sizes` tokens each; the same ones every time.
+    """Distinct texts of about `sizes` tokens each, of the primers' words; the same ones every time.
+
+    These are many words, for `auto` takes a few in any order for a table of numbers.
 
     Raises:
         ConfigError: a size below 1.
     """
     if min(sizes, default=0) < 1:
         raise ConfigError(f"there must be texts, each of at least one token, not {sizes}")
-    rng, known = random.Random(0), _WORDS.split()
+    prose = resources.files("cached_rag.library").joinpath("primers.txt").read_text("utf-8")
+    rng, known = random.Random(0), sorted(set(prose.split()))
 
     def text(tokens: int) -> str:
         words = " ".join(rng.choice(known) for _ in range(2 * tokens))

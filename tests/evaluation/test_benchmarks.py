@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import closing
 
 import pytest
@@ -13,9 +14,10 @@ from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.backends.transformers import kernels
 from cached_rag.backends.transformers.kernels import reference
 from cached_rag.evaluation.data import Example
-from cached_rag.evaluation.timing import medians, take_turns
+from cached_rag.evaluation.timing import make_texts, medians, take_turns
 from cached_rag.kv.layers import KVShapes, LayerShape
 from cached_rag.kv.rows import LONGEST_SLAB
+from cached_rag.methods.base import Layout
 from cached_rag.rag.answer import Prompts
 from docs.experiments.attention import intensity, make_steps, theory
 from docs.experiments.cold import cold_ms
@@ -198,3 +200,15 @@ def test_chains_ask_about_each_chunk_and_take_the_answer_that_is_surest():
     assert rows["full"].right == rows["full"].computed == 1
     # Chunks are known, so that of the map step little but questions is computed.
     assert 0 < rows["maprerank"].computed < rows["mapreduce"].computed
+
+
+def test_made_texts_are_no_table_of_numbers():
+    """Else `auto` would compute all of them, and its times would say nothing of prose."""
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+        words = " ".join(make_texts(engine, 3000, 3000)).split()
+    known = {word: number for number, word in enumerate(sorted(set(words)))}
+    ids = torch.tensor([known[word] for word in words])
+    fresh = torch.arange(len(ids)) >= len(ids) - 10
+    layout = Layout(fresh, torch.zeros_like(fresh), ((0, len(ids) - 10),), 4, ids=ids)
+    assert not layout.is_alike
+    assert dataclasses.replace(layout, ids=ids % 26).is_alike
