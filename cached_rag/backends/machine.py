@@ -170,16 +170,14 @@ def profile_of(model: Backend, *, fresh: bool = False) -> Profile:
     """The profile that was kept earlier; else one is measured, which takes seconds, and kept.
 
     Args:
-        fresh: measure even if a profile was kept, and keep the faster of both.
+        fresh: measure even if a profile was kept.
     """
     key = profile_key(model)
-    kept = kept_profile(key)
-    if kept is not None and not fresh:
+    kept = None if fresh else kept_profile(key)
+    if kept is not None:
         return kept
     profile = measure(model)
-    # A machine that is busy with something else measures as a slower one, and never as a faster.
-    if kept is None or profile.compute_s(_LONGEST) < kept.compute_s(_LONGEST):
-        keep_json(_path(key), dataclasses.asdict(profile))
+    keep_json(_path(key), dataclasses.asdict(profile))
     return profile
 
 

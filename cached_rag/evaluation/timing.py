@@ -13,15 +13,14 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import resources
 from typing import TypeVar
 
 import torch
 
-from cached_rag.config import GenerationConfig, StoreConfig
+from cached_rag.config import MOST_PRIMERS, GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
 from cached_rag.errors import ConfigError
-from cached_rag.library.encode import BATCH_TOKENS, Context, encode_chunks
+from cached_rag.library.encode import BATCH_TOKENS, Context, encode_chunks, primer
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.methods import SELECTORS, is_compared_at
 
@@ -108,8 +107,8 @@ def make_texts(engine: Engine, *sizes: int) -> list[str]:
     """
     if min(sizes, default=0) < 1:
         raise ConfigError(f"there must be texts, each of at least one token, not {sizes}")
-    prose = resources.files("cached_rag.library").joinpath("primers.txt").read_text("utf-8")
-    rng, known = random.Random(0), sorted(set(prose.split()))
+    passages = (passage for one in primer(MOST_PRIMERS).ways for passage in one.before(""))
+    rng, known = random.Random(0), sorted(set(" ".join(passages).split()))
 
     def text(tokens: int) -> str:
         words = " ".join(rng.choice(known) for _ in range(2 * tokens))

@@ -55,13 +55,3 @@ def test_a_profile_is_measured_once_and_kept(tmp_path, monkeypatch):
             patch.setattr("cached_rag.backends.machine.measure", lambda _: first)
             assert profile_of(model) == first
         assert json.loads(path.read_text()) == kept
-
-
-@pytest.mark.parametrize(("now", "kept"), [(0.25, 0.25), (4.0, 1.0)])
-def test_of_two_measured_profiles_the_faster_is_kept(now, kept, tmp_path, monkeypatch):
-    monkeypatch.setenv("CACHED_RAG_CACHE", str(tmp_path))
-    model = tiny_model("llama")
-    for token_s in (1.0, now):
-        monkeypatch.setattr(profile, "measure", lambda _, token_s=token_s: Profile(token_s, 0.0))
-        assert profile_of(model, fresh=True).token_s == token_s
-    assert profile_of(model).token_s == kept

@@ -109,17 +109,7 @@ def test_a_constant_that_is_not_positive_is_refused():
 
 def test_the_command_measures_what_it_is_not_told(model_folder):
     run = CliRunner().invoke
-    options = [
-        "--chunks",
-        "1e4",
-        "--kept",
-        "0.1",
-        "--uses",
-        "2000",
-        "--chunk-tokens",
-        "32",
-        "--json",
-    ]
+    options = ["--chunks=1e4", "--kept=0.1", "--uses=2000", "--chunk-tokens=32", "--json"]
     given = ["--tokens-per-s", "1000", "--token-bytes", "20000"]
     told = json.loads(run(cli.app, ["scale", *given, *options]).stdout)
     assert told["scale"][0]["kv_gb"] == 6.4
