@@ -68,6 +68,7 @@ class RepairInput:
         method: chooses which tokens with reused KV are recomputed, and in which layers.
         ready: called with the index of each layer before the layer's KV in `buffer` is read; it
             waits until that KV is loaded. None if all KV is there.
+        num_logits: how many of the last tokens to return logits for; none of them is reused.
     """
 
     buffer: KVBuffer
@@ -75,6 +76,7 @@ class RepairInput:
     layout: Layout
     method: Selector
     ready: Callable[[int], object] | None = None
+    num_logits: int = 1
 
 
 @dataclass

@@ -137,7 +137,7 @@ class Batch:
         sequence = request.sequence
         if request.is_adopted or request.prompt.buffer is None or sequence is None:
             return
-        if request.prompt.is_following:  # what is repaired next must lie in one buffer
+        if request.is_following:  # what is repaired next must lie in one buffer
             return
         request.is_adopted = True
         unrepaired = prefill.unrepaired(request.prompt)
@@ -179,7 +179,7 @@ class Batch:
         return [
             (request, 1)
             for request in answering
-            if request.status is Status.ANSWERING and not request.prompt.is_following
+            if request.status is Status.ANSWERING and not request.is_following
         ]
 
     def _make_room(self, request: Request) -> None:

@@ -308,12 +308,14 @@ def answer_alone(model: Backend, prefill: Prefilling, config: GenerationConfig) 
     text = answer.take(prefill.logits)
     while answer.finish_reason is None:
         with model.lock:
-            logits = prefill.follow(answer.token_ids)
-            if logits is None:
-                logits = model.step([StepInput(kv, answer.token_ids[-1:])])
+            followed = prefill.follow(answer.token_ids)
+            if followed is None:
+                followed = model.step([StepInput(kv, answer.token_ids[-1:])]), []
             else:
                 kv.length += 1
-        text += answer.take(logits)
+        piece, accepted = answer.take_drafted(*followed)
+        kv.length += accepted
+        text += piece
     prefill.report.output_tokens = len(answer.token_ids)
     prefill.report.total_ms = prefill.report.ttft_ms + clock.total()
     ids, logprobs = tuple(answer.token_ids), tuple(answer.logprobs)

@@ -22,7 +22,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
-from cached_rag.backends.base import Backend, RepairInput
+from cached_rag.backends.base import Backend, RepairInput, StepInput
 from cached_rag.backends.machine import profile_key
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.config import GenerationConfig
@@ -38,12 +38,17 @@ from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import Ids, PromptKV
 from cached_rag.methods import AnchorFlow, InfoFlow, Layout, Selector, Takes, spelled
 
+# So many tokens are followed in the two passes that one alone would take: the last one, and what
+# the model says next over the KV as it is. What it says otherwise afterwards is taken instead.
+TOGETHER = 4
+
 
 class Following:
     """What is left to follow of one answer.
 
     Attributes:
         computed: how many (token, layer) pairs it took so far, without the answer's own tokens.
+        count: how many of the answer's first tokens are followed.
     """
 
     def __init__(self, method: AnchorFlow, layout: Layout, rows: torch.Tensor) -> None:
@@ -54,44 +59,63 @@ class Following:
             rows: (num_rows,) slots of the prompt's tokens that were computed.
         """
         self.computed = 0
-        self._left, self._method, self._layers = method.follow_tokens, method, layout.num_layers
+        self.count, self._method, self._layers = method.followed(layout), method, layout.num_layers
         self._stale = layout.reused.clone()
         self._each = math.ceil(method.follow_ratio * int(self._stale.sum()))
         self._stale[rows.cpu()] = False
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the next token is an ordinary one."""
-        return not (self._left and self._each and self._stale.any())
+    def is_on(self, answered: int) -> bool:
+        """Whether the last of so many of the answer's tokens is followed, or is an ordinary one."""
+        return answered <= self.count and bool(self._each and self._stale.any())
 
     @torch.inference_mode()
     def step(
-        self, model: Backend, buffer: KVBuffer, token_ids: Sequence[int]
+        self, model: Backend, buffer: KVBuffer, token_ids: Sequence[int], draft: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the last of `token_ids`, the prompt's and the answer's so far, and what it needs.
+        """Compute the last of `token_ids` and what is drafted behind it, and what they need.
+
+        Args:
+            token_ids: the prompt's and the answer's so far.
 
         Returns:
-            (1, vocab_size) logits after it, and (num_rows,) slots of the prompt's tokens that were
-            recomputed.
+            (1 + len(draft), vocab_size) logits after each of them, and (num_rows,) slots of the
+            prompt's tokens that were recomputed.
 
-        Effects: writes its KV, and that of the prompt's recomputed tokens, to `buffer`, which
+        Effects: writes their KV, and that of the prompt's recomputed tokens, to `buffer`, which
         holds that of all others.
         """
-        count, prompt = len(token_ids), len(self._stale)
-        fresh = torch.zeros(count, dtype=torch.bool)
-        fresh[-1] = True
+        ids, prompt, new = torch.tensor([[*token_ids, *draft]]), len(self._stale), 1 + len(draft)
+        fresh = torch.arange(ids.shape[1]) >= len(token_ids) - 1
         exact = ~fresh
         exact[:prompt] = ~self._stale
         stale = int(self._stale.sum())
-        share = min(1.0, (self._each + 0.5) / stale)  # a half more, for it is rounded down
+        # A half more, for it is rounded down.
+        share = min(1.0, (new * self._each + 0.5) / stale)
         wanted = InfoFlow(share, self._method.depth)
         layout = Layout(fresh, exact, (), self._layers)
-        done = model.repair(RepairInput(buffer, torch.tensor([list(token_ids)]), layout, wanted))
+        done = model.repair(RepairInput(buffer, ids, layout, wanted, num_logits=new))
         rows = done.rows[done.rows < prompt].cpu()
         self._stale[rows] = False
-        self._left -= 1
-        self.computed += done.computed - self._layers
-        return done.logits, rows
+        self.computed += done.computed - new * self._layers
+        return done.tail[0], rows
+
+
+@torch.inference_mode()
+def likeliest(model: Backend, buffer: KVBuffer, token_ids: Sequence[int], most: int) -> list[int]:
+    """So many tokens that the model says next, or fewer if an answer ends.
+
+    Args:
+        token_ids: all up to now; `buffer` has the KV of all but the last.
+
+    Effects: writes theirs to `buffer`.
+    """
+    kv, found = RowKV(buffer, len(token_ids) - 1), [token_ids[-1]]
+    while len(found) <= most:
+        token = int(model.step([StepInput(kv, found[-1:])]).argmax())
+        if token in model.eos_ids:
+            break
+        found.append(token)
+    return found[1:]
 
 
 @dataclass
@@ -275,34 +299,44 @@ class Prefilling:
             return most
         return min(most, answered + PAGE)
 
-    @property
-    def is_following(self) -> bool:
-        """Whether the answer's last token is computed alone, by `follow`."""
-        return self.following is not None and not self.following.is_over
+    def is_following(self, answered: int) -> bool:
+        """Whether the last of so many of the answer's tokens is computed alone, by `follow`."""
+        return self.following is not None and self.following.is_on(answered)
 
-    def follow(self, token_ids: Sequence[int]) -> torch.Tensor | None:
+    def follow(
+        self, token_ids: Sequence[int], draft: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]] | None:
         """If repair goes on with an answer's last token: compute it, and what it needs.
 
         The caller holds the model's lock.
 
         Args:
             token_ids: the answer's so far.
+            draft: tokens behind them that are followed, too, as far as `TOGETHER` allows; None for
+                those that the model says.
 
         Returns:
-            (1, vocab_size) logits after it; None if the token is an ordinary one.
+            (1 + number of drafted tokens, vocab_size) logits after it and each drafted one, and
+            the drafted ones; None if the token is an ordinary one.
         """
-        if self.following is None or self.following.is_over:
+        if self.following is None or not self.following.is_on(len(token_ids)):
             return None
         assert self.buffer is not None
         assert self.coverage is not None
         model, before = self.resources.model, self.following.computed
-        logits, rows = self.following.step(model, self.buffer, [*self.tokens.ids, *token_ids])
+        ids = [*self.tokens.ids, *token_ids]
+        most = min(self.following.count, self.config.max_tokens - 1) - len(token_ids)
+        most = min(most, TOGETHER - 1, self.buffer.capacity - len(ids))
+        if draft is None:
+            draft = likeliest(model, self.buffer, ids, most)
+        draft = list(draft[: max(0, most)])
+        logits, rows = self.following.step(model, self.buffer, ids, draft)
         pairs = self.following.computed - before
         self.report.charged_recompute += pairs / (len(self.tokens) * model.shapes.num_layers)
         self.report.recomputed_tokens += len(rows)
         self.report.cached_tokens -= len(rows)
         self.coverage.repair(rows)
-        return logits
+        return logits, draft
 
     @property
     def num_final(self) -> int:

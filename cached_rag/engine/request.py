@@ -99,6 +99,11 @@ class Request:
         """See `Prefilling.is_beyond_switch`."""
         return self.prompt.is_beyond_switch(len(self.decoding.token_ids))
 
+    @property
+    def is_following(self) -> bool:
+        """Whether the answer's last token is computed alone; see `Prefilling.follow`."""
+        return self.prompt.is_following(len(self.decoding.token_ids))
+
     def as_sequence(self) -> RunningSequence:
         """The prompt as others may share it; `Sharing` adds its KV."""
         prompt, private = self.prompt, self.is_private or self.is_beyond_switch
@@ -133,7 +138,7 @@ class Request:
 
     def make_draft(self, rows: int) -> None:
         """Draft the next tokens: those that the answer's grammar forces, or `Drafts.propose`."""
-        if self.drafts is not None and not self.prompt.is_following:
+        if self.drafts is not None and not self.is_following:
             forced = self.decoding.forced(MOST)
             self.draft = self.drafts.propose(self.decoding.token_ids, rows, forced)
 
@@ -180,21 +185,23 @@ class Request:
         if not self.pending:
             self.prompt.left = None
 
-    def take(self, logits: torch.Tensor) -> str:
+    def take(self, logits: torch.Tensor, followed: Sequence[int] | None = None) -> str:
         """Take the answer's next tokens, those of the draft among them; see `Decoding`.
 
         Args:
-            logits: (1 + len(draft), vocab_size).
+            logits: (1 + number of drafted tokens, vocab_size).
+            followed: what was drafted by `Prefilling.follow`; None for `draft`.
         """
-        drafted = len(self.draft)
+        draft = self.draft if followed is None else followed
         if self.is_audited and not self.decoding.token_ids:
             self.first_logits = logits[0].clone()
-        text, accepted = self.decoding.take_drafted(logits, self.draft)
+        text, accepted = self.decoding.take_drafted(logits, draft)
         self.kv.length += accepted
-        self.report.drafted_tokens += drafted
-        self.report.accepted_tokens += accepted
-        if self.drafts is not None:
-            self.drafts.learn(drafted, accepted)
+        if followed is None:
+            self.report.drafted_tokens += len(draft)
+            self.report.accepted_tokens += accepted
+            if self.drafts is not None:
+                self.drafts.learn(len(draft), accepted)
         self.pending = self.decoding.token_ids[-1:]
         return text
 

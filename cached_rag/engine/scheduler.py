@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 
 import torch
 
@@ -148,7 +149,7 @@ class Scheduler:
             computed = self._admit()
             work = self._batch.work(computed)
             for request in self._batch:
-                if request.status is Status.ANSWERING and request.prompt.is_following:
+                if request.status is Status.ANSWERING and request.is_following:
                     self._follow(request)
             self._run(work)
         self._sweep_if_free()
@@ -243,16 +244,14 @@ class Scheduler:
                 self._finish(request, Status.FAILED, error)
             raise
 
-    def _take(self, request: Request, logits: torch.Tensor) -> None:
-        """Take a request's next tokens; finish it if its answer ends with them.
-
-        Args:
-            logits: (1 + len(request.draft), vocab_size).
-        """
+    def _take(
+        self, request: Request, logits: torch.Tensor, followed: Sequence[int] | None = None
+    ) -> None:
+        """Take a request's next tokens; finish it if its answer ends with them; see `take`."""
         report, clock = request.report, request.prompt.asked.clock
         with self._failing(request):
             self._batch.share(request)
-            piece = request.take(logits)
+            piece = request.take(logits, followed)
             request.status = Status.ANSWERING
             report.ttft_ms = report.ttft_ms or clock.total()
             if piece:
@@ -263,30 +262,35 @@ class Scheduler:
     def _follow(self, request: Request) -> None:
         """Compute an answer's last token, and what it needs of the prompt; take the next one."""
         with self._failing(request):
-            logits = self._followed(request, request.decoding.token_ids)
+            logits, draft = self._followed(request, request.decoding.token_ids)
             request.pending = []
-            self._take(request, logits)
+            self._take(request, logits, draft)
 
-    def _followed(self, request: Request, token_ids: Sequence[int]) -> torch.Tensor:
-        """(1, vocab_size) logits after the last of an answer's tokens, which is followed."""
+    def _followed(
+        self, request: Request, token_ids: Sequence[int]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Follow the last of an answer's tokens; see `Prefilling.follow`."""
         try:
             with self._model.lock:
-                logits = request.prompt.follow(token_ids)
+                followed = request.prompt.follow(token_ids)
         except BaseException:
             request.prompt.repair = ""  # some layers may be missing of it, so it is not kept
             raise
-        assert logits is not None
+        assert followed is not None
         request.kv.length += 1
-        return logits
+        return followed
 
     def _go_on(self, request: Request, answer: list[int]) -> None:
         """Follow an answer that was set back once more, as far as it had come."""
-        while request.prompt.is_following and len(answer) > 1:
-            done = len(request.decoding.token_ids) - len(answer) + 1
-            self._followed(request, request.decoding.token_ids[:done])
-            answer = answer[1:]
+        whole = request.decoding.token_ids
+        while len(answer) > 1 and request.prompt.is_following(len(whole) - len(answer) + 1):
+            _, draft = self._followed(request, whole[: len(whole) - len(answer) + 1])
+            pairs = zip(draft, answer[1:], strict=False)
+            accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            request.kv.length += accepted
+            answer = answer[1 + accepted :]
         request.pending = answer
-        if request.prompt.is_following:  # its last token is computed alone
+        if request.is_following:  # its last token is computed alone
             request.status = Status.ANSWERING
 
     def _finish(self, request: Request, status: Status, last: BaseException | None = None) -> None:

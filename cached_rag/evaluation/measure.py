@@ -105,12 +105,12 @@ def _told(
     if not answer:
         return None
     scores = [prefill.logits]
-    while len(scores) < len(answer):
-        logits = prefill.follow(answer[: len(scores)])
-        if logits is None:
+    while left := len(answer) - sum(map(len, scores)):
+        followed = prefill.follow(answer[:-left], answer[-left:-1])
+        if followed is None:
             break
-        scores.append(logits)
-    if left := len(answer) - len(scores):
+        scores.append(followed[0])
+    if left:
         assert prefill.buffer is not None
         ids = torch.tensor([[*prefill.tokens.ids, *answer[:-1]]])
         slots = torch.arange(ids.shape[1] - left, ids.shape[1])

@@ -64,7 +64,7 @@ class Layout:
     @cached_property
     def is_spelled(self) -> bool:
         """Whether the reused tokens are few different ones in any order: keys or numbers."""
-        is_few = _SPELLED[0] < self._bits < _SPELLED[1]
+        is_few = _SPELLED[0] < self._bits < _SPELLED[1] and len(self._reused_ids) >= _ENOUGH
         return is_few and not self._repeats and self._is_much(self._once)
 
     @cached_property
@@ -109,6 +109,8 @@ _TELLING = 30
 # Bits of a token in tables of keys or numbers; digits have 3.3, made entries 5.2 to 6.8, prose and
 # code from 7 on, and so have texts of a few hundred tokens.
 _SPELLED = (3.0, 5.0)
+# A token of fewer has fewer bits, whatever the text is.
+_ENOUGH = 300
 # Of made entries, price lists and logs .4 to .9 of the tokens are alike, of code mostly .1 to .35,
 # of prose up to .3 (docs/experiments.md).
 _MUCH = 0.35

@@ -88,7 +88,7 @@ def takes_ratio(text: str, table: Mapping[str, type[Selector]]) -> bool:
 
 def is_compared_at(text: str, table: Mapping[str, type[Selector]]) -> bool:
     """Whether a method is compared at the others' share of recompute; `auto` keeps its own."""
-    return text not in _ALONE and takes_ratio(text, table)
+    return text.partition(":")[0] not in _ALONE and takes_ratio(text, table)
 
 
 def parse_method(

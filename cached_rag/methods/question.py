@@ -164,6 +164,10 @@ class AnchorFlow(InfoFlow):
         """The live rows and the anchors; with r = 1 all reused ones."""
         return super().first_rows(layout) | self._anchors(layout)
 
+    def followed(self, layout: Layout) -> int:
+        """How many of the answer's first tokens choose, too."""
+        return self.follow_tokens
+
     def choose(self, scores: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The anchors, and the highest mean scores among the rest."""
         anchors = self._anchors(layout)
@@ -182,17 +186,18 @@ class Auto(AnchorFlow):
 
     Of chunks that were encoded behind others of their document it is 16 %. Where chunks are full of
     alike entries it is 30 % of either, and more where these are more than 600 tokens: all, from
-    1600 tokens on. Of keys and numbers it is more from 300 on, and all from 800 on. Otherwise these
-    shares are left out where the prompt's live tokens, a long question or chunks without KV, are a
-    quarter of it and more than 128. Where a model's attention cannot be watched it is
-    `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix` or `full`;
-    `report.notes` says so. The figures that chose it are in docs/quality.md.
+    1600 tokens on. Of keys and numbers it is more from 300 on, and all from 800 on. The first four
+    tokens of an answer from either choose, too. Otherwise these shares are left out where the
+    prompt's live tokens, a long question or chunks without KV, are a quarter of it and more than
+    128. Where a model's attention cannot be watched it is `epic:anchor_tokens=8+lexical`, and where
+    keys cannot be moved `prefix` or `full`; `report.notes` says so. The figures that chose it are
+    in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
     Cost: the live tokens twice, the anchors and 16 to 30 %; with many live tokens these once, and
-    the anchors; with many alike entries up to a full prefill. Use it unless you have measured
-    another.
+    the anchors; with many alike entries up to a full prefill, and 1 % with each token that
+    chooses. Use it unless you have measured another.
     """
 
     name: ClassVar[str] = "auto"
@@ -203,6 +208,9 @@ class Auto(AnchorFlow):
     # Chunks that were encoded behind others of their document need less repair, unless their
     # entries are alike.
     settled_share: ClassVar[float] = 8 / 15
+    # An answer begins in the right entry more often than it stays there: its first tokens look at
+    # that entry, and what they look at is repaired before the next one is picked.
+    alike_follow_tokens: ClassVar[int] = 4
     gives_way: ClassVar[bool] = True
 
     def share(self, layout: Layout) -> float:
@@ -226,6 +234,11 @@ class Auto(AnchorFlow):
         if settled and self.settled_share < 1.0 and not layout.is_alike:
             settled *= self.settled_share
         return int(self.share(layout) * (apart + settled))
+
+    def followed(self, layout: Layout) -> int:
+        """How many of the answer's first tokens choose, too: more where entries are alike."""
+        more = self.alike_follow_tokens if layout.is_alike else 0
+        return max(self.follow_tokens, more)
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """The live rows and the anchors; all that are not exact if all are to be recomputed."""
@@ -252,6 +265,7 @@ class Fast(Auto):
     name: ClassVar[str] = "fast"
     enough_for: ClassVar[float] = math.inf
     settled_share: ClassVar[float] = 1.0
+    alike_follow_tokens: ClassVar[int] = 0
     recompute_ratio: float = 0.03
 
 

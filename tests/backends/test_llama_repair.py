@@ -326,8 +326,8 @@ def test_auto_asks_the_question(model):
         fast = engine.generate(prompt, method="fast", max_tokens=2).report
         anchors = engine.generate(prompt, method=Epic(8), max_tokens=2).report
         assert anchors.recomputed_tokens < fast.recomputed_tokens < report.recomputed_tokens
-        followed = engine.generate(prompt, method="anchorflow:follow_tokens=1", max_tokens=4)
-        assert len(followed.token_ids) == 4
+        followed = engine.generate(prompt, method="anchorflow:follow_tokens=3", max_tokens=6)
+        assert len(followed.token_ids) == 6
 
 
 def test_where_it_cannot_auto_chooses_by_words_and_says_so(model):

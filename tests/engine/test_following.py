@@ -33,31 +33,45 @@ def opened():
         yield engine
 
 
-def test_a_followed_token_is_its_choice_and_then_plain_repair(opened):
+@pytest.mark.parametrize("is_given", [True, False])
+def test_followed_tokens_are_their_choice_and_then_plain_repair(opened, is_given):
     model = opened.model
-    prefill = opened.prefill(PROMPTS[0], method=FOLLOWS, max_tokens=12)
+    prefill = opened.prefill(PROMPTS[0], method=FOLLOWS, max_tokens=12, ignore_eos=True)
     layout, layers = prefill.plan.layout(model.shapes.num_layers), model.shapes.num_layers
     ids = [*prefill.tokens.ids, int(prefill.logits.argmax())]
     stale = layout.reused.clone()
     whole = [[*Kind].index(kind) for kind in (Kind.COMPUTED, Kind.REPAIRED)]
     stale[torch.isin(torch.from_numpy(prefill.coverage.kinds).long(), torch.tensor(whole))] = False
-    each = -(-int(layout.reused.sum()) // 20)
     twin = KVBuffer(prefill.buffer.keys.clone(), prefill.buffer.values.clone())
-    fresh = torch.arange(len(ids)) == len(ids) - 1
-    now = Layout(fresh, ~fresh & ~torch.cat([stale, stale.new_zeros(1)]), (), layers)
-    share = (each + 0.5) / int(stale.sum())
+    draft = [7, 8] if is_given else likeliest(model, twin, ids, 2)
+    ids += draft
+    fresh = torch.arange(len(ids)) >= len(ids) - 3
+    each = -(-int(layout.reused.sum()) // 20)
+    now = Layout(fresh, ~fresh & ~torch.cat([stale, stale.new_zeros(3)]), (), layers)
+    share = (3 * each + 0.5) / int(stale.sum())
     chosen = model.choose(RepairInput(twin, torch.tensor([ids]), now, InfoFlow(share))).rows
-    assert stale[chosen[:-1]].all()
-    assert len(chosen) - 1 == each
-    plain = model.prefill(twin, torch.tensor([ids]), chosen, num_logits=1)
-    logits = prefill.follow([ids[-1]])
-    assert torch.allclose(logits, plain.logits, atol=1e-5)
+    assert stale[chosen[:-3]].all()
+    assert len(chosen) - 3 == 3 * each
+    plain = model.prefill(twin, torch.tensor([ids]), chosen, num_logits=3)
+    logits, drafted = prefill.follow(ids[-3:-2], draft if is_given else None)
+    assert drafted == draft
+    assert torch.allclose(logits, plain.tail[0], atol=1e-5)
     end = len(ids)
     for ours, theirs in zip(
         (prefill.buffer.keys, prefill.buffer.values), (twin.keys, twin.values), strict=True
     ):
         assert torch.allclose(ours[..., :end, :], theirs[..., :end, :], atol=1e-5)
+    assert prefill.follow([*ids[-3:], 9]) is None  # all three were followed
     prefill.release()
+
+
+def likeliest(model, buffer, ids, count):
+    """The tokens that a plain loop says next."""
+    said = list(ids)
+    for _ in range(count):
+        slots = torch.tensor([len(said) - 1])
+        said.append(int(model.prefill(buffer, torch.tensor([said]), slots).logits.argmax()))
+    return said[len(ids) :]
 
 
 def test_answers_follow_and_cost_what_they_report(opened):
@@ -68,6 +82,24 @@ def test_answers_follow_and_cost_what_they_report(opened):
     assert 0.12 * reused < more < 0.18 * reused + 3
     assert found.cached_tokens == plain.cached_tokens - more
     assert found.charged_recompute > plain.charged_recompute + more / found.prompt_tokens
+
+
+def test_auto_follows_an_answer_where_entries_are_alike():
+    parts = [f"Part {n * 37} costs {n * 91 % 101} EUR." for n in range(28)]
+    texts = ["\n".join(parts[at : at + 7]) for at in range(0, 28, 7)]
+    prompt = "\n\n".join([*texts, "What does part 37 cost?"])
+    with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=0, settle=False)) as engine:
+        engine.encode([*texts, *TEXTS], context=None)
+
+        def answer(method, asked=prompt):
+            return engine.generate(asked, method=method, **LENGTH)
+
+        auto, four = answer("auto"), answer("anchorflow:follow_tokens=4")
+        assert auto.token_ids == four.token_ids
+        assert auto.report.charged_recompute == four.report.charged_recompute
+        assert auto.report.recomputed_tokens > answer("anchorflow").report.recomputed_tokens
+        plain = [answer(one, PROMPTS[0]).report for one in ("auto", "anchorflow")]
+        assert plain[0].recomputed_tokens == plain[1].recomputed_tokens
 
 
 def test_an_explanation_shows_what_following_recomputed(opened):
@@ -125,14 +157,15 @@ def test_answers_that_are_set_back_are_the_same(opened, pages):
 
 @pytest.mark.parametrize("after", [1, 2])
 def test_an_answer_set_back_while_it_is_followed_is_the_same(opened, after):
-    options = {"method": FOLLOWS, **LENGTH}
+    # At random, the draft is mostly wrong, so each token is followed by itself.
+    options = {"method": FOLLOWS, **LENGTH, "temperature": 2.0, "seed": 3}
     expected = opened.generate(PROMPTS[0], **options)
     scheduler, stream = opened.scheduler, opened.stream(PROMPTS[0], **options)
     stream.start()
     while len(stream.token_ids) < after:
         scheduler.turn()
     (request,) = scheduler._batch
-    assert request.prompt.is_following
+    assert request.is_following
     with scheduler._turning:
         scheduler._batch.set_back(request)
     assert stream.result().token_ids == expected.token_ids
@@ -150,7 +183,7 @@ def test_kv_of_an_answer_that_failed_half_repaired_is_not_kept(opened, monkeypat
     repair = LanguageModel.repair
 
     def fail(model, prompt):
-        if int(prompt.layout.fresh.sum()) == 1:  # the answer's token
+        if not prompt.layout.modules:  # the answer is followed
             raise MemoryError("none left")
         return repair(model, prompt)
 

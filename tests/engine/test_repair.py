@@ -100,7 +100,7 @@ def test_pieces_wait_for_kv_that_is_still_loaded(model, tmp_path):
 def test_a_prompt_that_nobody_runs_beside_is_repaired_in_one_pass(model):
     engine = known(model, prefill_tokens=8)
     model.steps.clear()
-    engine.generate(over(0, 1), max_tokens=4, drafts=False, ignore_eos=True)
+    engine.generate(over(0, 1), method="anchorflow", max_tokens=4, drafts=False, ignore_eos=True)
     assert model.steps == [[1]] * 3
 
 

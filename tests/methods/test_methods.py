@@ -294,6 +294,13 @@ def test_auto_repairs_more_the_more_entries_are_alike_and_fast_does_not():
     assert Auto().budget(half) == 144  # of documents, too
 
 
+def test_auto_follows_answers_from_alike_entries_and_no_others():
+    assert [Auto().followed(one) for one in (entries(20), keys(20), prose(20))] == [4, 4, 0]
+    assert [Auto(follow_tokens=7).followed(one) for one in (entries(20), prose(20))] == [7, 7]
+    assert Fast().followed(entries(20)) == 0
+    assert AnchorFlow().followed(entries(20)) == 0
+
+
 def test_auto_computes_all_where_asking_and_repairing_would_cost_more():
     layout = entries(40)
     assert Auto().share(layout) == pytest.approx(0.48)
@@ -362,6 +369,7 @@ def test_drift_is_what_text_before_a_module_does_to_all_of_it():
     whole = garbage(model, tokens.shape[1])
     model.prefill(whole, tokens)
     stale = copy(whole)
+    torch.manual_seed(0)
     for begin, end in layout.modules:
         shift = torch.randn(model.shapes.num_layers - 1, 1, 1, 1, model.shapes.kinds[0].value_dim)
         stale.values[1:, :, :, begin:end] += shift

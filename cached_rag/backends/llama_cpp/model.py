@@ -164,7 +164,7 @@ class LlamaCppModel:
                     assembly.append(call.runs[0])
                 else:
                     assembly.repair(call, moves=method.transfers_drift)
-            logits = assembly.append(last.runs[0], 1)
+            logits = assembly.append(last.runs[0], prompt.num_logits)
             self.residents.add(buffer, own, len(ids))
         return Prefilled(logits[None], (asked + len(slots)) * self.shapes.num_layers, slots)
 

@@ -284,7 +284,7 @@ class RowPass:
 def repair_rows(decoder: Decoder, prompt: RepairInput) -> Prefilled:
     """See `Backend.repair`. At its check layers the method drops rows."""
     chosen, layout, method = _chosen(decoder, prompt), prompt.layout, prompt.method
-    run = _pass(decoder, prompt, chosen.left, 1)
+    run = _pass(decoder, prompt, chosen.left, prompt.num_logits)
     run.layout, run.selector = layout, method
     run.checks = frozenset(method.check_layers(layout))
     run.cache.drift = Drift(layout.modules) if method.transfers_drift else None
