@@ -319,12 +319,12 @@ def test_the_reference_is_written_as_in_the_chunks(answer, reference):
 
 
 def test_trials():
-    names = ["reuse", "epic", "epic:anchor_tokens=8", "auto", "full"]
+    names = ["reuse", "epic", "epic:anchor_tokens=8", "auto", "auto:follow_tokens=2", "full"]
     trials = make_trials(names, [0.1, 0.2])
     found = [(trial.name, trial.ratio) for trial in trials]
     assert found[:4] == [("full", 1.0), ("reuse", 0.0), ("epic", 0.1), ("epic", 0.2)]
     assert found[4][0] == "epic:anchor_tokens=8"
-    assert [name for name, _ in found[5:]] == ["auto"]
+    assert found[5:] == [("auto", 0.3), ("auto:follow_tokens=2", 0.3)]
     numbered = [["auto@both:0"], ["auto@alone:2"], ["auto@prefix:1"], ["auto@apart:0"]]
     for bad in (["nope"], ["reuse@nowhere"], ["epic:no=1"], ["auto@primer:"], *numbered):
         with pytest.raises(ConfigError):
