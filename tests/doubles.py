@@ -74,7 +74,7 @@ class Plain:
     facts: tuple = field(
         default=(
             *("name", "fingerprint", "tokenizer", "vocab_size", "context_length", "eos_ids"),
-            *("repetition_penalty", "details", "shapes", "rule", "lock"),
+            *("repetition_penalty", "details", "shapes", "rule", "lock", "num_weights"),
         )
     )
 

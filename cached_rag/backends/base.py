@@ -240,6 +240,10 @@ class Backend(Protocol):
         """Puts states together of what chunks do to them; None if that cannot be done."""
 
     @property
+    def num_weights(self) -> int:
+        """How many weights it has, however few bits they are kept in."""
+
+    @property
     def token_price(self) -> float:
         """The time of one more token in a step, as a share of the shortest step's; about."""
 

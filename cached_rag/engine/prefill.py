@@ -212,7 +212,7 @@ def _run(
     """Compute a prompt's rows, or choose them only; returns the (token, layer) pairs computed."""
     model, ids = prompt.resources.model, torch.tensor([prompt.tokens.ids])
     layers = model.shapes.num_layers
-    layout = plan.layout(layers, ids[0], model.shapes.first_attending)
+    layout = plan.layout(layers, ids[0], model.shapes.first_attending, model.num_weights)
     ready = loader.wait if loader else None
     if model.keeps_states:
         _wait(loader, layers)

@@ -166,7 +166,11 @@ class Plan:
         return replace(self, placements=(*ahead, *later))
 
     def layout(
-        self, num_layers: int, ids: torch.Tensor | None = None, first_attending: int = 0
+        self,
+        num_layers: int,
+        ids: torch.Tensor | None = None,
+        first_attending: int = 0,
+        num_weights: int | None = None,
     ) -> Layout:
         """The plan as masks over the prompt's tokens, for the methods; see `Layout`."""
         fresh = torch.ones(self.num_tokens, dtype=torch.bool)
@@ -179,7 +183,8 @@ class Plan:
         spans = tuple((place.begin, place.end) for place in approximate)
         settled = tuple((place.begin, place.end) for place in approximate if place.is_settled)
         tokens = torch.empty(0, dtype=torch.int64) if ids is None else ids
-        return Layout(fresh, exact, spans, num_layers, settled, tokens, first_attending)
+        rest = settled, tokens, first_attending, num_weights
+        return Layout(fresh, exact, spans, num_layers, *rest)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Layout:
         ids: (seq_len,) int64; the prompt's tokens.
         first_attending: the first layer in which a token sees distant ones, so that only behind it
             approximate KV differs.
+        num_weights: of the model; None if that is not known.
     """
 
     fresh: torch.Tensor
@@ -46,6 +47,7 @@ class Layout:
     settled: tuple[tuple[int, int], ...] = ()
     ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     first_attending: int = 0
+    num_weights: int | None = None
 
     @property
     def reused(self) -> torch.Tensor:

@@ -187,11 +187,12 @@ class Auto(AnchorFlow):
     Of chunks that were encoded behind others of their document it is 16 %. Where chunks are full of
     alike entries it is 30 % of either, and more where these are more than 600 tokens: all, from
     1600 tokens on. Of keys and numbers it is more from 300 on, and all from 800 on. The first four
-    tokens of an answer from either choose, too. Otherwise these shares are left out where the
-    prompt's live tokens, a long question or chunks without KV, are a quarter of it and more than
-    128. Where a model's attention cannot be watched it is `epic:anchor_tokens=8+lexical`, and where
-    keys cannot be moved `prefix` or `full`; `report.notes` says so. The figures that chose it are
-    in docs/quality.md.
+    tokens of an answer from either choose, too. Models of fewer than 10^9 weights compute all of
+    alike entries, of keys and of numbers. Otherwise these shares are left out where the prompt's
+    live tokens, a long question or chunks without KV, are a quarter of it and more than 128. Where
+    a model's attention cannot be watched it is `epic:anchor_tokens=8+lexical`, and where keys
+    cannot be moved `prefix` or `full`; `report.notes` says so. The figures that chose it are in
+    docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
@@ -205,6 +206,9 @@ class Auto(AnchorFlow):
     # as many. The more there are, the more repair it takes until an answer is read from the right
     # entry (docs/experiments.md).
     enough_for: ClassVar[float] = 600
+    # A model of fewer weights reads a neighbour's number more often than a larger one does, and
+    # saves less time: of alike entries it computes all (docs/experiments.md).
+    least_weights: ClassVar[float] = 1e9
     # Chunks that were encoded behind others of their document need less repair, unless their
     # entries are alike.
     settled_share: ClassVar[float] = 8 / 15
@@ -219,6 +223,9 @@ class Auto(AnchorFlow):
         It is all where choosing would cost nearly as much.
         """
         reused, live = int(layout.reused.sum()), int(layout.fresh.sum())
+        is_small = layout.num_weights is not None and layout.num_weights < self.least_weights
+        if is_small and layout.is_alike:
+            return 1.0
         if reused <= self.enough_for / 2 or not layout.is_alike:
             return self.recompute_ratio
         enough = self.enough_for / 2 if layout.is_spelled else self.enough_for
@@ -264,6 +271,7 @@ class Fast(Auto):
 
     name: ClassVar[str] = "fast"
     enough_for: ClassVar[float] = math.inf
+    least_weights: ClassVar[float] = 0
     settled_share: ClassVar[float] = 1.0
     alike_follow_tokens: ClassVar[int] = 0
     recompute_ratio: float = 0.03

@@ -272,11 +272,12 @@ def test_a_file_in_4_bits_is_kept_as_it_is(file):
 @pytest.mark.parametrize("weights", ["as stored", "int4"])
 def test_where_memory_is_short_no_dense_weights_are_kept(file, weights, monkeypatch):
     rich = loaded(file, weights)
-    size = rich.weights_bytes
+    size, count = rich.weights_bytes, loaded(file, "bf16").num_weights
     monkeypatch.setattr(packing, "free_bytes", lambda _: packing.OVERHEAD_BYTES + 340_000)
     poor = loaded(file, weights)
     assert poor.weights_bytes < size / 2
     assert poor.fingerprint == rich.fingerprint
+    assert poor.num_weights == rich.num_weights == count
     kinds = {type(part) for part in poor.decoder.model.model.layers.modules()}
     assert nn.Linear not in kinds
     assert_same(poor, rich)

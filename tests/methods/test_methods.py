@@ -294,6 +294,17 @@ def test_auto_repairs_more_the_more_entries_are_alike_and_fast_does_not():
     assert Auto().budget(half) == 144  # of documents, too
 
 
+@pytest.mark.parametrize("made", [entries, keys])
+def test_small_models_compute_all_of_alike_entries(made):
+    small, large = (dataclasses.replace(made(20), num_weights=n) for n in (494e6, 1e9))
+    assert Auto().share(small) == 1.0
+    assert bool((Auto().first_rows(small) == ~small.exact).all())
+    assert not Auto().observed_layers(small)
+    assert Auto().share(large) == Auto().share(made(20)) < 1
+    assert Auto().share(dataclasses.replace(prose(20), num_weights=494e6)) == 0.3
+    assert Fast().share(small) == 0.03
+
+
 def test_auto_follows_answers_from_alike_entries_and_no_others():
     assert [Auto().followed(one) for one in (entries(20), keys(20), prose(20))] == [4, 4, 0]
     assert [Auto(follow_tokens=7).followed(one) for one in (entries(20), prose(20))] == [7, 7]

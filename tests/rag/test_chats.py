@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 from itertools import pairwise
 
 import pytest
@@ -235,11 +234,15 @@ def test_a_reranker_decides_among_the_candidates(rag, opened):
         wrong.search(FIRST, 1)
 
 
+def _interrupted():
+    raise KeyboardInterrupt
+
+
 def test_a_turn_that_was_interrupted_keeps_what_there_is_of_it(rag):
     chat = rag.chat(k=1, condense=False, max_tokens=40, ignore_eos=True)
     stream = chat.stream(FIRST)
     first = next(stream)
-    begun, stream.stream = stream.stream, iter(lambda: signal.raise_signal(signal.SIGINT), 0)
+    begun, stream.stream = stream.stream, iter(_interrupted, None)
     with pytest.raises(KeyboardInterrupt):
         next(stream)
     stream.stream = begun

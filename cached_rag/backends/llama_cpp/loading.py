@@ -136,6 +136,7 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
             context_length=library.llama_model_n_ctx_train(handle),
             eos_ids=frozenset(t for t in range(size) if library.llama_vocab_is_eog(vocab, t)),
             weights_bytes=library.llama_model_size(handle),
+            num_weights=library.llama_model_n_params(handle),
             about=f"llama.cpp ({api.PACKAGE} {api.BUILD})",
             token_price=_GPU_PRICE if on_gpu else _CPU_PRICE,
             attention=watched(context, facts, ids),

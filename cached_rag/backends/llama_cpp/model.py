@@ -40,7 +40,7 @@ class LlamaCppModel:
     """A model that llama.cpp has loaded; implements `Backend`. See `loading.py`.
 
     Attributes:
-        weights_bytes: bytes of the weights.
+        weights_bytes, num_weights: of the weights.
         about: what runs it.
         attention: what watches it; None if that is not possible.
         The others: see `Backend`.
@@ -54,6 +54,7 @@ class LlamaCppModel:
     context_length: int
     eos_ids: frozenset[int]
     weights_bytes: int
+    num_weights: int
     about: str
     token_price: float
     attention: Attention | None

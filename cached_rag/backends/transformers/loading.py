@@ -149,6 +149,7 @@ def load_model(
         weights=wanted,
         few_bit_dtype=few_bit_dtype,
         keeps=keeps,
+        num_weights=_count(empty),
     )
     if source.is_gguf and variant.adapter is None and wanted != "bf16":
         leave_on_disk(found.decoder.model, found.decoder.network, Path(path))
@@ -210,6 +211,7 @@ def wrap_model(
     weights: packing.Format = "bf16",
     few_bit_dtype: torch.dtype | None = None,
     keeps: packing.Keeps = "dense",
+    num_weights: int | None = None,
 ) -> LanguageModel:
     """Make a backend of a model that is in memory already.
 
@@ -220,6 +222,7 @@ def wrap_model(
         weights: see `load_model`.
         few_bit_dtype: `dtype` of `pack`; None for the model's.
         keeps: see `pack`.
+        num_weights: how many there are; None to count them, if none is packed.
 
     Raises:
         ModelError: as `load_model`.
@@ -233,6 +236,7 @@ def wrap_model(
             "Convert it with transformers, or use another model."
         )
     model.eval()
+    num_weights = num_weights or _count(model)
     few_bit_dtype = few_bit_dtype or model.dtype
     began = time.perf_counter()
     lean = lean_model(model)
@@ -260,8 +264,13 @@ def wrap_model(
         fingerprint=fingerprint.model_fingerprint(facts),
         context_length=_context_length(model.config),
         eos_ids=_eos_ids(model),
+        num_weights=num_weights,
         examined_s=examined_s,
     )
+
+
+def _count(model: Any) -> int:
+    return sum(part.numel() for part in model.parameters())
 
 
 @contextmanager

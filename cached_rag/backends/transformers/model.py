@@ -48,6 +48,7 @@ class LanguageModel:
     fingerprint: str
     context_length: int
     eos_ids: frozenset[int]
+    num_weights: int
     composer: StateComposer | None = None
     examined_s: float = field(default=0.0, compare=False)
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
