@@ -9,6 +9,7 @@ computes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -170,7 +171,7 @@ class Plan:
         num_layers: int,
         ids: torch.Tensor | None = None,
         first_attending: int = 0,
-        num_weights: int | None = None,
+        num_weights: float = math.inf,
     ) -> Layout:
         """The plan as masks over the prompt's tokens, for the methods; see `Layout`."""
         fresh = torch.ones(self.num_tokens, dtype=torch.bool)
@@ -183,8 +184,9 @@ class Plan:
         spans = tuple((place.begin, place.end) for place in approximate)
         settled = tuple((place.begin, place.end) for place in approximate if place.is_settled)
         tokens = torch.empty(0, dtype=torch.int64) if ids is None else ids
-        rest = settled, tokens, first_attending, num_weights
-        return Layout(fresh, exact, spans, num_layers, *rest)
+        return Layout(
+            fresh, exact, spans, num_layers, settled, tokens, first_attending, num_weights
+        )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Layout:
         ids: (seq_len,) int64; the prompt's tokens.
         first_attending: the first layer in which a token sees distant ones, so that only behind it
             approximate KV differs.
-        num_weights: of the model; None if that is not known.
+        num_weights: of the model; infinite where that does not matter.
     """
 
     fresh: torch.Tensor
@@ -47,7 +47,7 @@ class Layout:
     settled: tuple[tuple[int, int], ...] = ()
     ids: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     first_attending: int = 0
-    num_weights: int | None = None
+    num_weights: float = math.inf
 
     @property
     def reused(self) -> torch.Tensor:

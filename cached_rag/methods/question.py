@@ -223,8 +223,7 @@ class Auto(AnchorFlow):
         It is all where choosing would cost nearly as much.
         """
         reused, live = int(layout.reused.sum()), int(layout.fresh.sum())
-        is_small = layout.num_weights is not None and layout.num_weights < self.least_weights
-        if is_small and layout.is_alike:
+        if layout.num_weights < self.least_weights and layout.is_alike:
             return 1.0
         if reused <= self.enough_for / 2 or not layout.is_alike:
             return self.recompute_ratio

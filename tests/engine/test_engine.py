@@ -370,8 +370,18 @@ def test_an_engine_of_a_name_says_how_a_model_is_loaded(wrong):
         Engine(wrong)
 
 
-def test_many_alike_entries_are_answered_as_full_prefill_answers_and_prose_is_repaired(monkeypatch):
-    monkeypatch.setattr(Auto, "enough_for", 150)  # as 600 tokens in a model of longer prompts
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"enough_for": 150, "least_weights": 0},  # as 600 tokens in a model of longer prompts
+        {"enough_for": 600, "least_weights": 1e9},  # a small model
+    ],
+)
+def test_many_alike_entries_are_answered_as_full_prefill_answers_and_prose_is_repaired(
+    monkeypatch, rule
+):
+    for name, value in rule.items():
+        monkeypatch.setattr(Auto, name, value)
     parts = [f"Part {n * 37} costs {n * 91 % 101} EUR." for n in range(28)]
     listed = ["\n".join(parts[at : at + 7]) for at in range(0, 28, 7)]
     for texts, is_alike in ((listed, True), ([shuffled(n)[:180] for n in range(4)], False)):

@@ -149,7 +149,7 @@ def load_model(
         weights=wanted,
         few_bit_dtype=few_bit_dtype,
         keeps=keeps,
-        num_weights=_count(empty),
+        num_weights=empty.num_parameters(),
     )
     if source.is_gguf and variant.adapter is None and wanted != "bf16":
         leave_on_disk(found.decoder.model, found.decoder.network, Path(path))
@@ -236,7 +236,7 @@ def wrap_model(
             "Convert it with transformers, or use another model."
         )
     model.eval()
-    num_weights = num_weights or _count(model)
+    num_weights = num_weights or model.num_parameters()
     few_bit_dtype = few_bit_dtype or model.dtype
     began = time.perf_counter()
     lean = lean_model(model)
@@ -267,10 +267,6 @@ def wrap_model(
         num_weights=num_weights,
         examined_s=examined_s,
     )
-
-
-def _count(model: Any) -> int:
-    return sum(part.numel() for part in model.parameters())
 
 
 @contextmanager
