@@ -86,9 +86,35 @@ def prepare(prompt: Prefilling) -> None:
             plan, method, notes = plan.taking(Takes.NOTHING), Full(), [*notes, objection]
     prompt.plan, prompt.method, prompt.repair = plan, method, repair_mark(method)
     prompt.exact_length = exact_length(prompt, plan)
+    if not plan.is_exact:
+        notes = [*notes, *_reconsider(prompt)]
     report.notes += [note for note in notes if note not in report.notes]
     if method != config.selector():
         report.method = spelled(method)
+
+
+def _reconsider(prompt: Prefilling) -> list[str]:
+    """Drop approximate KV of which the method would compute all anew; returns notes for the user.
+
+    So nothing is placed in vain, and what is computed is full prefill's, which others may share.
+    """
+    method, beginning = prompt.method, prompt.kept_beginning()
+    layout = _layout(prompt, prompt.plan.starting_from(beginning.pieces(prompt.tokens.ids)))
+    prompt.plan = prompt.plan.taking(method.taken(layout))
+    prompt.exact_length = exact_length(prompt, prompt.plan)
+    if not isinstance(method, Auto) or method.share(layout) <= method.recompute_ratio:
+        return []
+    return [
+        "these chunks are full of entries that differ in a name or a number, so "
+        f"{method.share(layout):.0%} of them is recomputed, so that the right one is read; fewer "
+        "chunks take less time"
+    ]
+
+
+def _layout(prompt: Prefilling, plan: Plan) -> Layout:
+    model, ids = prompt.resources.model, torch.tensor(prompt.tokens.ids)
+    shapes = model.shapes
+    return plan.layout(shapes.num_layers, ids, shapes.first_attending, model.num_weights)
 
 
 def exact_length(prompt: Prefilling, plan: Plan) -> int:
@@ -212,7 +238,7 @@ def _run(
     """Compute a prompt's rows, or choose them only; returns the (token, layer) pairs computed."""
     model, ids = prompt.resources.model, torch.tensor([prompt.tokens.ids])
     layers = model.shapes.num_layers
-    layout = plan.layout(layers, ids[0], model.shapes.first_attending, model.num_weights)
+    layout = _layout(prompt, plan)
     ready = loader.wait if loader else None
     if model.keeps_states:
         _wait(loader, layers)
@@ -284,16 +310,8 @@ def _note_rows(
     report.charged_recompute = computed / (len(prompt.tokens) * layout.num_layers)
     report.recomputed_tokens = int((~layout.fresh[rows.cpu()]).sum())
     report.cached_tokens = cached - report.recomputed_tokens
-    method = prompt.method
-    if isinstance(method, Auto) and method.share(layout) > method.recompute_ratio:
-        note = (
-            "these chunks are full of entries that differ in a name or a number, so "
-            f"{method.share(layout):.0%} of them is recomputed, so that the right one is read; "
-            "fewer chunks take less time"
-        )
-        report.notes += [note] if note not in report.notes else []
-    if isinstance(method, AnchorFlow) and plan.positions is None:
-        prompt.following = Following(method, layout, rows)
+    if isinstance(prompt.method, AnchorFlow) and plan.positions is None:
+        prompt.following = Following(prompt.method, layout, rows)
 
 
 def _leave_out(prompt: Prefilling, loader: LayerLoader | None, problem: StoreError) -> None:

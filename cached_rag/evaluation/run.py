@@ -163,7 +163,8 @@ class EncodedEngines:
         self, example: Example, trials: Sequence[Trial], *, generates: bool
     ) -> Iterator[dict[str, Any]]:
         """Each trial's figures on an example, as soon as they are there."""
-        full = self._read(example, BASELINE, generates)
+        # What the journal has of full prefill lacks its logits; its answer is not needed again.
+        full = self._read(example, BASELINE, generates and BASELINE in trials)
         for trial in trials:
             reading = full if trial == BASELINE else self._read(example, trial, generates)
             row = figures(reading, full, example.answers)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from cached_rag.methods.base import Layout, QuestionSelector, Selector, top_rows
+from cached_rag.methods.base import Layout, QuestionSelector, Selector, Takes, top_rows
 from cached_rag.methods.reuse import Epic
 from cached_rag.options import check_range, require
 
@@ -232,6 +232,10 @@ class Auto(AnchorFlow):
             return self.recompute_ratio
         more = self.recompute_ratio * reused / enough
         return more if more * reused + live < _NEARLY * reused else 1.0
+
+    def taken(self, layout: Layout) -> Takes:
+        """Only what is exact if all else is to be recomputed."""
+        return Takes.EXACT if self.share(layout) == 1.0 > self.recompute_ratio else self.takes
 
     def budget(self, layout: Layout) -> int:
         """How many reused tokens are recomputed besides the anchors."""

@@ -373,8 +373,8 @@ def test_an_engine_of_a_name_says_how_a_model_is_loaded(wrong):
 @pytest.mark.parametrize(
     "rule",
     [
-        {"enough_for": 150, "least_weights": 0},  # as 600 tokens in a model of longer prompts
-        {"enough_for": 600, "least_weights": 1e9},  # a small model
+        {"enough_for": 150},  # as 600 tokens in a model of longer prompts
+        {"least_weights": 1e9},  # a small model
     ],
 )
 def test_many_alike_entries_are_answered_as_full_prefill_answers_and_prose_is_repaired(
@@ -393,8 +393,40 @@ def test_many_alike_entries_are_answered_as_full_prefill_answers_and_prose_is_re
             )
             assert torch.allclose(auto.logits, full.logits, atol=1e-4) == is_alike
             assert not torch.allclose(fast.logits, full.logits, atol=1e-3)
-            assert (auto.report.charged_recompute > 0.95) == is_alike
+            assert (auto.report.charged_recompute == 1) == is_alike
+            # Nothing of them is placed in vain, and others may have what was computed.
+            assert auto.report.modules_hit == (0 if is_alike else 4)
+            assert (auto.exact_length == len(auto.tokens)) == is_alike
             assert ["100% of them" in one for one in auto.report.notes] == [True] * is_alike
             assert fast.report.notes == []
             for one in (full, auto, fast):
                 one.release()
+
+
+def test_alike_entries_that_were_computed_whole_are_shared_and_a_repaired_beginning_stays(
+    monkeypatch,
+):
+    monkeypatch.setattr(Auto, "least_weights", 1e9)
+    prose = [shuffled(n)[:180] for n in range(4)]
+    parts = [f"Part {n * 37} costs {n * 91 % 101} EUR." for n in range(28)]
+    listed = ["\n".join(parts[at : at + 7]) for at in range(0, 28, 7)]
+    with Engine(tiny_model("llama")) as engine:
+        engine.encode([*prose, *listed], context=None)
+        answers = [
+            engine.generate("\n\n".join(texts), method=method, max_tokens=1).report
+            for texts, method in (
+                ([*listed, "Which?"], "auto"),
+                ([*listed, "Which part?"], "prefix"),
+                ([*prose, "What?"], "auto"),
+                ([*prose, "What?", *listed, "Which?"], "auto"),
+            )
+        ]
+        computed, shared, repaired, mixed = answers
+        assert computed.kept_tokens == 0
+        assert shared.kept_tokens > 0.9 * shared.prompt_tokens
+        assert shared.kept_repaired_tokens == 0
+        assert repaired.modules_hit == 4
+        assert mixed.modules_hit == 0
+        assert mixed.kept_tokens == pytest.approx(repaired.prompt_tokens, abs=2)
+        assert mixed.kept_repaired_tokens > 0.9 * mixed.kept_tokens
+        assert mixed.charged_recompute == pytest.approx(1 - mixed.kept_tokens / mixed.prompt_tokens)

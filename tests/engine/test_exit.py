@@ -25,7 +25,7 @@ def ask(path):
     store = StoreConfig(path=path)
     engine = Engine.load(sys.argv[1], store=store, dtype="float32", device="cpu")
     engine.register(texts)
-    report = engine.generate("\\n\\n".join([*texts, "Why?"]), max_tokens=2).report
+    report = engine.generate("\\n\\n".join([*texts, "Why?"]), max_tokens=2, method="fast").report
     print(report.modules_hit, report.modules_missed)
     return engine
 """
@@ -58,7 +58,7 @@ def test_what_a_script_learned_is_there_for_the_next_one(how, model_folder, tmp_
     assert len(kv_files(tmp_path)) >= len(TEXTS)
     store = StoreConfig(path=str(tmp_path))
     with Engine.load(model_folder, store=store, dtype="float32", device="cpu") as later:
-        report = later.generate("\n\n".join([*TEXTS, "Why?"]), max_tokens=2).report
+        report = later.generate("\n\n".join([*TEXTS, "Why?"]), max_tokens=2, method="fast").report
     assert (report.modules_hit, report.modules_missed) == (len(TEXTS), 0)
 
 
@@ -93,7 +93,7 @@ def test_closing_finishes_what_waits(tmp_path):
     engine.generate("\n\n".join([*CHUNKS, "Why?"]), max_tokens=2)
     engine.close()
     with Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path))) as again:
-        report = again.generate("\n\n".join([*CHUNKS, "Why?"]), max_tokens=2).report
+        report = again.generate("\n\n".join([*CHUNKS, "Why?"]), max_tokens=2, method="fast").report
     assert (report.modules_hit, report.modules_missed) == (len(CHUNKS), 0)
 
 

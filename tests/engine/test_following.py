@@ -15,7 +15,7 @@ from cached_rag.engine.sharing import Sharing
 from cached_rag.engine.trace import Kind
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.methods import AnchorFlow, Auto, InfoFlow, Layout
+from cached_rag.methods import AnchorFlow, InfoFlow, Layout
 
 FOLLOWS = "anchorflow:follow_tokens=3,follow_ratio=0.05"
 TEXTS = [f"{chunk} {other}" for chunk, other in zip(CHUNKS, CHUNKS[1:] + CHUNKS, strict=False)]
@@ -84,8 +84,7 @@ def test_answers_follow_and_cost_what_they_report(opened):
     assert found.charged_recompute > plain.charged_recompute + more / found.prompt_tokens
 
 
-def test_auto_follows_an_answer_where_entries_are_alike(monkeypatch):
-    monkeypatch.setattr(Auto, "least_weights", 0)  # as with a large model
+def test_auto_follows_an_answer_where_entries_are_alike():
     parts = [f"Part {n * 37} costs {n * 91 % 101} EUR." for n in range(28)]
     texts = ["\n".join(parts[at : at + 7]) for at in range(0, 28, 7)]
     prompt = "\n\n".join([*texts, "What does part 37 cost?"])

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,8 @@ def load_model(
         weights=wanted,
         few_bit_dtype=few_bit_dtype,
         keeps=keeps,
-        num_weights=empty.num_parameters(),
     )
+    found = replace(found, num_weights=empty.num_parameters())  # packed ones are not counted
     if source.is_gguf and variant.adapter is None and wanted != "bf16":
         leave_on_disk(found.decoder.model, found.decoder.network, Path(path))
     return found
@@ -211,7 +212,6 @@ def wrap_model(
     weights: packing.Format = "bf16",
     few_bit_dtype: torch.dtype | None = None,
     keeps: packing.Keeps = "dense",
-    num_weights: int | None = None,
 ) -> LanguageModel:
     """Make a backend of a model that is in memory already.
 
@@ -222,7 +222,6 @@ def wrap_model(
         weights: see `load_model`.
         few_bit_dtype: `dtype` of `pack`; None for the model's.
         keeps: see `pack`.
-        num_weights: how many there are; None to count them, if none is packed.
 
     Raises:
         ModelError: as `load_model`.
@@ -236,7 +235,7 @@ def wrap_model(
             "Convert it with transformers, or use another model."
         )
     model.eval()
-    num_weights = num_weights or model.num_parameters()
+    num_weights = model.num_parameters()  # before any is packed
     few_bit_dtype = few_bit_dtype or model.dtype
     began = time.perf_counter()
     lean = lean_model(model)
