@@ -69,9 +69,9 @@ def unknown_settings(names: Iterable[str], known: Collection[str]) -> str:
     return f"unknown setting {said}{listed}"
 
 
-def near(name: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """The known names that are spelled most like a name, the nearest first; of a long one, none."""
-    return get_close_matches(name, list(known), most) if len(name) <= _COMPARED else []
+def near(name: str, known: Iterable[str]) -> list[str]:
+    """The known name that is spelled most like a name, if one is; of a long one, none."""
+    return get_close_matches(name, list(known), 1) if len(name) <= _COMPARED else []
 
 
 @dataclass(frozen=True)

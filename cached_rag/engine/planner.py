@@ -143,11 +143,6 @@ class TextPlanner:
         report.modules_missed = len(missed)
         if plan.missed:
             self._explain(plan, report)
-        if plan.harvested and takes is Takes.ALL:
-            report.notes.append(
-                f"{len(plan.harvested)} of {len(plan.matches)} texts were taken from earlier "
-                "prompts that contained them (harvest), as they are not encoded yet"
-            )
         if self.learning.write_back is not None:
             report.missed_tokens = sum(chunk.num_tokens for chunk in missed.values())
         return tokens, plan.taking(takes)

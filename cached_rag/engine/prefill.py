@@ -88,6 +88,12 @@ def prepare(prompt: Prefilling) -> None:
     prompt.exact_length = exact_length(prompt, plan)
     if not plan.is_exact:
         notes = [*notes, *_reconsider(prompt)]
+    if harvested := prompt.plan.harvested_from(0):
+        notes = [
+            *notes,
+            f"{harvested} of {len(plan.matches)} texts were taken from earlier prompts that "
+            "contained them (harvest), as they are not encoded yet",
+        ]
     report.notes += [note for note in notes if note not in report.notes]
     if method != config.selector():
         report.method = spelled(method)
@@ -100,8 +106,10 @@ def _reconsider(prompt: Prefilling) -> list[str]:
     """
     method, beginning = prompt.method, prompt.kept_beginning()
     layout = _layout(prompt, prompt.plan.starting_from(beginning.pieces(prompt.tokens.ids)))
-    prompt.plan = prompt.plan.taking(method.taken(layout))
-    prompt.exact_length = exact_length(prompt, prompt.plan)
+    if method.taken(layout) is Takes.EXACT:
+        prompt.plan = prompt.plan.taking(Takes.EXACT)
+        prompt.exact_length = exact_length(prompt, prompt.plan)
+        prompt.report.modules_missed += len(prompt.plan.harvested)
     if not isinstance(method, Auto) or method.share(layout) <= method.recompute_ratio:
         return []
     return [

@@ -408,7 +408,7 @@ class Prefilling:
         least = self.header_begin
         # What was made of harvested KV depends on texts that are not in this prompt, and it could
         # not be found when one of them is forgotten. So of that only the exact part is kept.
-        repair = "" if plan.harvested else self.repair
+        repair = "" if plan.harvested_from(len(self.beginning)) else self.repair
         return PromptKV(self.namespace, ids, (), exact, repair, plan.chunks, least)
 
     def branch_off(self, common: int) -> int:

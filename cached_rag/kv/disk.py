@@ -248,21 +248,18 @@ class Handoff:
     processes.
     """
 
-    def __init__(
-        self, folder: Path | str, fingerprint: str, codec: str = "raw", max_bytes: int = 4 << 30
-    ) -> None:
+    def __init__(self, folder: Path | str, fingerprint: str, max_bytes: int = 4 << 30) -> None:
         """Open the folder, or make it.
 
         Args:
             fingerprint: the model's; with another one nothing is found.
-            codec: as in `StoreConfig`.
             max_bytes: most bytes of KV; the oldest leaves first.
 
         Raises:
             StoreError: it cannot be used.
         """
         self._fingerprint = fingerprint
-        self._disk = DiskStore(folder, codec, max_bytes)
+        self._disk = DiskStore(folder, "raw", max_bytes)
 
     def put(self, kv: ModuleKV) -> str:
         """Keep a prompt's KV, from position 0 on; returns the name by which it is found.

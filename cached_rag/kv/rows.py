@@ -94,8 +94,13 @@ class RowKV:
         return int(self.positions[min(slot, last)]) + max(0, slot - last)
 
     def goes_on_in(self, page: KVBuffer) -> None:
-        """Put the tokens that come next into another buffer; nothing is copied."""
+        """Put the tokens that come next into another buffer; nothing is copied.
+
+        What layers keep of the tokens so far goes along: it is looked for where the row ends.
+        """
         self.runs, self._slot, self._begin = self.every_run(), self.length, 0
+        page.states, page.snapshots = self.own.states, self.own.snapshots
+        self.own.states, self.own.snapshots = None, {}
         self.own = page
 
     def at(self, slot: int) -> int:

@@ -22,7 +22,7 @@ from cached_rag.kv.catalog import MAX_TRIM
 from cached_rag.library.library import Library
 from cached_rag.library.matching import HARVESTED, EncodedAfter, Match, shared
 from cached_rag.library.sequences import Sequences, common
-from cached_rag.library.shelf import KEPT, Origin, Wanted
+from cached_rag.library.shelf import HARVEST, KEPT, Origin, Wanted
 from cached_rag.methods import Layout, Takes
 
 # The last tokens of a known prefix may differ in a prompt, where they merged with what follows.
@@ -147,6 +147,11 @@ class Plan:
     def is_exact(self) -> bool:
         """Whether all KV is what full prefill would compute."""
         return all(place.is_exact for place in self.placements)
+
+    def harvested_from(self, slot: int) -> int:
+        """How many placements that end behind a slot have what an earlier prompt computed."""
+        ends = (place.end for place in self.placements if place.origin == HARVEST)
+        return sum(end > slot for end in ends)
 
     @property
     def num_chunks(self) -> int:
@@ -357,7 +362,7 @@ def _harvested(
         return None
     begin = match.begin + first
     whole = replace(match, begin=begin, end=begin + kv.seq_len, offset=0)
-    return whole, (HARVESTED, kv, Origin("harvest"))
+    return whole, (HARVESTED, kv, HARVEST)
 
 
 def _head(

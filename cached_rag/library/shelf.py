@@ -59,7 +59,7 @@ class Origin:
     load_ms: float | None = None
 
 
-KEPT = Origin("kept")
+KEPT, HARVEST = Origin("kept"), Origin("harvest")
 
 
 class Shelf:

@@ -67,11 +67,17 @@ class Layout:
     def is_spelled(self) -> bool:
         """Whether the reused tokens are few different ones in any order: keys or numbers."""
         is_few = _SPELLED[0] < self._bits < _SPELLED[1] and len(self._reused_ids) >= _ENOUGH
-        return is_few and not self._repeats and self._is_much(self._once)
+        return is_few and not self._repeats and float(self._once.float().mean()) > _MUCH
 
     @cached_property
+    def repeating(self) -> float:
+        """The share of reused tokens that stand in such runs, which come three times or more."""
+        found = self._once & _again(self._reused_ids, self._telling, 3)
+        return float(found.sum()) / max(1, len(found))
+
+    @property
     def _repeats(self) -> bool:
-        return self._is_much(self._once & _again(self._reused_ids, self._telling, 3))
+        return self.repeating > _MUCH
 
     @cached_property
     def _once(self) -> torch.Tensor:
@@ -80,9 +86,6 @@ class Layout:
         Twice comes the overlap of two chunks, too.
         """
         return ~_again(self._reused_ids, 12 * self._telling, 2)
-
-    def _is_much(self, tokens: torch.Tensor) -> bool:
-        return int(tokens.sum()) > _MUCH * len(tokens)
 
     @property
     def _telling(self) -> int:

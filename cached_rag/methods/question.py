@@ -120,6 +120,10 @@ _LARGE_SHARE = 0.25
 # Where a choice and what it chooses are this share of all that is reused, all of it is computed.
 _NEARLY = 0.8
 _MANY = 128
+# A small model is misled by fewer alike tokens than `Layout.is_alike` takes, as in short lives of
+# people, of which it is .16 to .45; of prose in so short prompts it is less (docs/experiments.md).
+_PARTLY = 0.15
+_SHORT = 1000
 
 
 @dataclass(frozen=True)
@@ -188,11 +192,11 @@ class Auto(AnchorFlow):
     alike entries it is 30 % of either, and more where these are more than 600 tokens: all, from
     1600 tokens on. Of keys and numbers it is more from 300 on, and all from 800 on. The first four
     tokens of an answer from either choose, too. Models of fewer than 10^9 weights compute all of
-    alike entries, of keys and of numbers. Otherwise these shares are left out where the prompt's
-    live tokens, a long question or chunks without KV, are a quarter of it and more than 128. Where
-    a model's attention cannot be watched it is `epic:anchor_tokens=8+lexical`, and where keys
-    cannot be moved `prefix` or `full`; `report.notes` says so. The figures that chose it are in
-    docs/quality.md.
+    alike entries, of keys and of numbers; of up to 1000 tokens already where 15 % of them are in
+    alike entries. Otherwise these shares are left out where the prompt's live tokens, a long
+    question or chunks without KV, are a quarter of it and more than 128. Where a model's attention
+    cannot be watched it is `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix`
+    or `full`; `report.notes` says so. The figures that chose it are in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
@@ -223,7 +227,7 @@ class Auto(AnchorFlow):
         It is all where choosing would cost nearly as much.
         """
         reused, live = int(layout.reused.sum()), int(layout.fresh.sum())
-        if layout.num_weights < self.least_weights and layout.is_alike:
+        if self._misleads(layout):
             return 1.0
         if reused <= self.enough_for / 2 or not layout.is_alike:
             return self.recompute_ratio
@@ -233,6 +237,11 @@ class Auto(AnchorFlow):
         more = self.recompute_ratio * reused / enough
         return more if more * reused + live < _NEARLY * reused else 1.0
 
+    def _misleads(self, layout: Layout) -> bool:
+        """Whether the model is so small that it would read some answers from the wrong entry."""
+        is_partly = int(layout.reused.sum()) <= _SHORT and layout.repeating > _PARTLY
+        return layout.num_weights < self.least_weights and (is_partly or layout.is_alike)
+
     def taken(self, layout: Layout) -> Takes:
         """Only what is exact if all else is to be recomputed."""
         return Takes.EXACT if self.share(layout) == 1.0 > self.recompute_ratio else self.takes
@@ -240,10 +249,10 @@ class Auto(AnchorFlow):
     def budget(self, layout: Layout) -> int:
         """How many reused tokens are recomputed besides the anchors."""
         settled = float(sum(int(layout.reused[begin:end].sum()) for begin, end in layout.settled))
-        apart = int(layout.reused.sum()) - settled
-        if settled and self.settled_share < 1.0 and not layout.is_alike:
+        apart, share = int(layout.reused.sum()) - settled, self.share(layout)
+        if settled and share < 1.0 and not layout.is_alike:
             settled *= self.settled_share
-        return int(self.share(layout) * (apart + settled))
+        return int(share * (apart + settled))
 
     def followed(self, layout: Layout) -> int:
         """How many of the answer's first tokens choose, too: more where entries are alike."""

@@ -184,6 +184,16 @@ def test_a_prompt_goes_on_from_a_state_that_was_kept(loaded, name):
         prefilled(model, ids, torch.tensor([3, LENGTH - 1]))
 
 
+@pytest.fixture(params=["in one buffer", "in pages"])
+def small_pages(request):
+    """Answers stand where the prompt does, or go on in pages of four slots."""
+    if request.param == "in pages":
+        request.getfixturevalue("pages")
+        patch = request.getfixturevalue("monkeypatch")
+        patch.setattr("cached_rag.kv.buffer.rounded", lambda capacity: capacity)
+
+
+@pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_next_turn_costs_what_is_new(loaded, name):
     options = {"max_tokens": 8, "ignore_eos": True}
@@ -209,6 +219,7 @@ def test_the_next_turn_costs_what_is_new(loaded, name):
             engine.generate(messages, method="reuse", max_tokens=1)
 
 
+@pytest.mark.usefixtures("small_pages")
 def test_answers_that_leave_the_context_take_their_states_along(loaded, monkeypatch):
     model = loaded("qwen35")
     options = {"method": "full", "max_tokens": 24, "ignore_eos": True}

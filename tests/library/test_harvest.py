@@ -11,6 +11,7 @@ from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.library.matching import HARVESTED
 from cached_rag.library.sequences import where
+from cached_rag.methods import Auto
 
 
 def opened(**settings):
@@ -40,6 +41,25 @@ def test_what_one_prompt_missed_the_next_one_has(harvests):
         assert done.report.modules_missed == (0 if harvests else 3)
         assert (done.report.recomputed_tokens > 0) == harvests  # repaired, as any chunk
         assert any("harvest" in note for note in done.report.notes) == harvests
+
+
+def test_what_is_computed_anew_is_no_harvest_and_the_turn_is_kept(monkeypatch):
+    monkeypatch.setattr(Auto, "least_weights", 1e9)
+    parts = [f"Part {n * 37} costs {n * 91 % 101} EUR." for n in range(28)]
+    listed = ["\n".join(parts[at : at + 7]) for at in range(0, 28, 7)]
+    with opened() as engine:
+        engine.encode(CHUNKS, context=None)
+        engine.register(listed)
+        first = "\n\n".join([*CHUNKS, "Who?"])
+        second = "\n\n".join([first, *listed[::-1], "Which?"])
+        prefilled(engine, "\n\n".join(listed))
+        prefilled(engine, first, method="auto")
+        done = prefilled(engine, second, method="auto").report
+        assert done.kept_repaired_tokens > 0
+        assert (done.modules_hit, done.modules_missed) == (0, 4)
+        assert not any("harvest" in note for note in done.notes)
+        again = prefilled(engine, f"{second} And why?", method="auto").report
+        assert again.kept_tokens > 0.95 * done.prompt_tokens
 
 
 def test_it_is_what_full_prefill_of_that_prompt_gave_moved_by_the_rule():

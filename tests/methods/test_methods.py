@@ -294,6 +294,14 @@ def test_auto_repairs_more_the_more_entries_are_alike_and_fast_does_not():
     assert Auto().budget(half) == 144  # of documents, too
 
 
+def test_all_is_all_of_chunks_that_need_less_repair_too():
+    settled = dataclasses.replace(prose(20), settled=((0, 240),))
+    whole = Auto(recompute_ratio=1.0)
+    assert whole.budget(settled) == 480 > Auto().budget(prose(20)) > Auto().budget(settled)
+    assert bool((whole.first_rows(settled) == ~settled.exact).all())
+    assert not whole.observed_layers(settled)
+
+
 @pytest.mark.parametrize("made", [entries, keys])
 def test_small_models_compute_all_of_alike_entries(made, monkeypatch):
     monkeypatch.setattr(Auto, "least_weights", 1e9)
@@ -304,6 +312,25 @@ def test_small_models_compute_all_of_alike_entries(made, monkeypatch):
     assert Auto().share(large) == Auto().share(made(20)) < 1
     assert Auto().share(dataclasses.replace(prose(20), num_weights=494e6)) == 0.3
     assert Fast().share(small) == 0.03
+
+
+def test_small_models_compute_all_of_short_prompts_of_which_less_is_alike(monkeypatch):
+    monkeypatch.setattr(Auto, "least_weights", 1e9)
+
+    def share(weights, count=20, every=1):
+        """Of entries of 24 tokens, of which some have seven in common."""
+        like = entries(count)
+        each = torch.arange(10, len(like.ids)).view(count, 24)
+        each[::every, :7] = torch.arange(7)
+        made = dataclasses.replace(
+            like, ids=torch.cat([each.flatten(), like.ids[-10:]]), num_weights=weights
+        )
+        assert made.repeating == pytest.approx(7 / 24 / every)
+        assert not made.is_alike
+        return Auto().share(made)
+
+    assert share(494e6) == share(494e6, 41) == 1.0
+    assert share(494e6, 42) == share(494e6, every=2) == share(1e9) == 0.3
 
 
 def test_auto_follows_answers_from_alike_entries_and_no_others():
