@@ -185,7 +185,7 @@ class ModelConfig:
     backend: str = "transformers"
     revision: str | None = None
     adapter: str | None = None
-    model_kwargs: Mapping[str, Any] | None = None
+    model_kwargs: Mapping[str, Any] | None = field(default=None, repr=False)  # may have a token
     chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from pydantic import (
 from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import ConfigError, ContextOverflowError
+from cached_rag.errors import ConfigError, ContextOverflowError, StoreFullError
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.options import parted, settings_of, unknown_settings
@@ -51,6 +51,8 @@ _NEVER_NONE = {name for name, one in _ANSWERS.items() if one.default is not None
 # What an engine is loaded with, besides its model and its store's folder.
 _LOADED_WITH = settings_of(ModelConfig, StoreConfig)
 _LOADING = tuple(name for name in _LOADED_WITH if name != "path")
+# Settings that may have a password or a token in them.
+_SECRETIVE = ("remote", "model_kwargs")
 
 if TYPE_CHECKING:
 
@@ -63,7 +65,7 @@ else:
     _Fields = create_model(
         "_Fields",
         **{
-            name: (one.type, Field(one.default, description=one.help, repr=name != "remote"))
+            name: (one.type, Field(one.default, description=one.help, repr=name not in _SECRETIVE))
             for name, one in (_LOADED_WITH | _ANSWERS).items()
             if name in (*_LOADING, *GENERATION_SETTINGS)
         },
@@ -138,7 +140,7 @@ class FrameworkModel(_Fields):
         unknown = given.keys() - known.keys() - {one.alias for one in known.values()}
         if unknown:
             raise ConfigError(unknown_settings(sorted(unknown), known))
-        super().__init__(**given)
+        super().__init__(**_of_the_tenant(given))
         self.answer_config({})
         self._loaded_with()
         self._check_given()
@@ -277,7 +279,7 @@ class FrameworkModel(_Fields):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """As pydantic's, which would copy an engine that was given, too, if there are updates."""
-        changed = {"engine": self.engine, **update} if update else None
+        changed = {"engine": self.engine, **_of_the_tenant(update)} if update else None
         return super().model_copy(update=changed, deep=deep)
 
     def __getstate__(self) -> dict[Any, Any]:
@@ -326,6 +328,14 @@ class FrameworkModel(_Fields):
         return self.loaded_engine().tokenization.literal(text).ids
 
 
+def _of_the_tenant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings with the namespace of an engine among them: with another model it is the same."""
+    engine = settings.get("engine")
+    if not isinstance(engine, Engine) or settings.get("namespace"):
+        return settings
+    return {**settings, "namespace": engine.library.namespace}
+
+
 def call_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """A call's options less those that change nothing: None for what cannot be None."""
     return {
@@ -359,7 +369,7 @@ class Learner:
             raise ConfigError(f"prompt is a PromptTemplate, or another template, not {prompt!r}")
 
     def learn(self, texts: Sequence[str], sources: Sequence[Hashable] | None = None) -> None:
-        """Do that. What no tokenizer takes, or exceeds the context, is left out, and logged.
+        """Do that. What no tokenizer takes, exceeds the context or finds no room is only logged.
 
         A framework's store has them by then, so one such text must not keep the others from KV.
 
@@ -396,6 +406,9 @@ class Learner:
             middle = len(texts) // 2
             self._encode(texts[:middle])
             self._encode(texts[middle:])
+        except StoreFullError as error:
+            _log.warning("documents stay without KV until an answer has used them: %s", error)
+            self.llm.register(t for one in texts for t in ([one] if isinstance(one, str) else one))
 
 
 def checked(given: Any, kind: type, said: str) -> Any:

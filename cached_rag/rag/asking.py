@@ -154,11 +154,14 @@ def find(
     reranker, index = reranking.reranker, folder.index
     reach = max(wanted.k, reranking.candidates) if reranker else wanted.k
     (vector,) = folder.embedder.embed([text])
-    near = index.search(vector, reach, wanted.where, text=text, by=folder.settings["search"])
-    if not near and not index.count()[1]:
-        raise ConfigError("the index is empty; ingest documents first")
+    asked: dict[str, Any] = {"text": text, "by": folder.settings["search"]}
     least = -math.inf if wanted.min_score is None else wanted.min_score
-    hits = [hit for hit in near if hit.score >= least]
+    hits = index.search(vector, reach, wanted.where, least=least, **asked)
+    if not hits and not index.count()[1]:
+        raise ConfigError("the index is empty; ingest documents first")
+    near = hits
+    if not hits and index.search(vector, 1, wanted.where, **asked):
+        near = index.search(vector, 1, wanted.where)  # by which no score is higher
     if reranker and hits:
         assert not isinstance(reranker, str)
         hits = _reranked(reranker, text, hits)

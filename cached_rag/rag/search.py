@@ -7,6 +7,7 @@ process writes there is found by the next search. Filters say which chunks may b
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 import sqlite3
@@ -214,6 +215,7 @@ class Search:
         *,
         text: str = "",
         by: str = "vectors",
+        least: float = -math.inf,
     ) -> list[Hit]:
         """The k best chunks, best first, each text once; scores are cosines, whatever the order.
 
@@ -222,6 +224,7 @@ class Search:
             where: which chunks may be among them, see `judge`; None for all.
             text: what the vector is of; its words are looked for.
             by: "vectors", "words", "hybrid" for both, or "auto", see `IndexConfig.search`.
+            least: the lowest score that one may have.
 
         Raises:
             ConfigError: a filter by what no chunk has; or SQLite cannot search for words.
@@ -239,18 +242,21 @@ class Search:
         reach, seen = 0, set[int]()
         while reach < total and len(hits) < k:
             reach = min(total, max(2 * reach, 2 * k, _FUSED if words else 0))
-            found = _by_vector(index, vector, reach, among) if by != "words" else {}
+            near = _by_vector(index, vector, reach, among) if by != "words" else {}
+            found = near
             if words is not None:
                 with self._lock:
                     named = words.nearest(text, reach, among)
-                order = fused(list(found), named)
-                found = {one: found.get(one) or _cosine(index, one, vector) for one in order}
+                order = fused(list(near), named)
+                found = {one: near.get(one) or _cosine(index, one, vector) for one in order}
             # Those of one score stand in any order: a wider search may have others first.
             new = {chunk: score for chunk, score in found.items() if chunk not in seen}
             for hit in self._hits(list(new), list(new.values())):
-                if not callable(where) or where(hit):
+                if hit.score >= least and (not callable(where) or where(hit)):
                     hits.setdefault(hit.text, hit)
             seen.update(new)
+            if near and min(near.values()) < least:  # all others are further away
+                break
         return list(hits.values())[:k]
 
     def _fields(self) -> set[str]:

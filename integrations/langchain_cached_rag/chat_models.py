@@ -83,9 +83,12 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):  # type: ignore[misc]  # nam
     def _called(self, model: str | None) -> Engine:
         """The engine of a call; the profile can be completed once there is one."""
         engine = self.loaded_engine(model)
-        profile = getattr(self, "profile", None)
-        if model is None and profile is not None and "max_input_tokens" not in profile:
-            profile["max_input_tokens"] = engine.model.context_length
+        profile: Any = getattr(self, "profile", None)
+        if model is None and profile is not None:
+            if profile.get("name", self._model) != self._model:  # this is a copy of another model
+                profile = self._resolve_model_profile()
+            known: Any = {"max_input_tokens": engine.model.context_length, **profile}
+            self.profile = known
         return engine
 
     def _streamed(self, asked: Any, stop: Stop, options: dict[str, Any]) -> Pieces:

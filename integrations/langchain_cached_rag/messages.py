@@ -56,8 +56,8 @@ def _plain(message: BaseMessage) -> dict[str, Any]:
                 {"type": "function", "id": call["id"] or "", "function": _function(call)}
                 for call in message.tool_calls
             ]
-        thoughts = [b["reasoning"] for b in message.content_blocks if b["type"] == "reasoning"]
-        if thought := "".join(thoughts):
+        thoughts = [b.get("reasoning") for b in message.content_blocks if b["type"] == "reasoning"]
+        if thought := "".join(filter(None, thoughts)):
             found["reasoning_content"] = thought
         # A template wants arguments that are whole.
         cut = [f"{c['name']}({c['args'] or ''}" for c in message.invalid_tool_calls if c["name"]]

@@ -12,6 +12,7 @@ from langchain_core.documents import Document
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.retrievers import BaseRetriever, RetrieverLike
 from langchain_core.runnables.base import RunnableBindingBase
+from langchain_core.runnables.configurable import RunnableConfigurableFields
 from pydantic import BeforeValidator, ConfigDict, InstanceOf
 
 from cached_rag.spi import Encode, Learner, Progress, checked
@@ -122,6 +123,8 @@ def takes(runnable: Any, argument: str) -> bool:
         return takes(runnable.first, argument)
     if isinstance(runnable, RunnableBindingBase):
         return takes(runnable.bound, argument)
+    if isinstance(runnable, RunnableConfigurableFields):
+        return takes(runnable.default, argument)
     if isinstance(runnable, runnables.RunnableWithFallbacks):
         return all(takes(one, argument) for one in runnable.runnables)
     return False

@@ -30,7 +30,7 @@ AsyncRun = AsyncCallbackManagerForLLMRun | None
 # An answer that comes in pieces; what makes a chunk of one, or None for nothing yet; and what makes
 # the last chunk, once the answer is over.
 Pieces = tuple[spi.Stream, Callable[[str], Any], Callable[[], Any]]
-# What says where KV is kept, and nothing of answers.
+# What says where KV is kept, and nothing of answers; a hub's token does not, either.
 _SECRET = ("remote", "signing_key")
 
 
@@ -98,6 +98,8 @@ class EngineSettings(spi.FrameworkModel):
                 **settings,
             }
         own = {n: v for n, v in self.changed_settings().items() if n not in _SECRET}
+        if access := own.get("model_kwargs"):
+            own["model_kwargs"] = {n: v for n, v in access.items() if n != "token"}
         return {"model": self.model_name, **own, **settings}
 
     def renamed(self, model: str | None) -> EngineSettings:
@@ -171,7 +173,7 @@ class EngineSettings(spi.FrameworkModel):
         """
         engine, head = self.loaded_engine(), None
         if prompt is not None:
-            names = prompt.input_variables
+            names = spi.checked(prompt, BasePromptTemplate, "is no prompt template").input_variables
             head = spi.template_head(
                 engine, names, variable, lambda v: self._prompt(filled(prompt, v))
             )

@@ -73,7 +73,13 @@ def test_messages_of_all_kinds_become_roles_and_text(llm):
         AIMessage("", tool_calls=[{"name": "search", "args": {"q": "x"}, "id": "1"}]),
         ToolMessage("A result.", tool_call_id="1"),
         ChatMessage("Four.", role="developer"),
-        AIMessage([{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "Five."}]),
+        AIMessage(
+            [
+                {"type": "reasoning", "reasoning": "hm"},
+                {"type": "reasoning", "id": "of another model, which does not show it"},
+                {"type": "text", "text": "Five."},
+            ]
+        ),
     ]
     from langchain_cached_rag.messages import plain
 
@@ -87,6 +93,7 @@ def test_messages_of_all_kinds_become_roles_and_text(llm):
         ("system", "Four."),
         ("assistant", "Five."),
     ]
+    assert plain(messages)[7]["reasoning_content"] == "hm"
     call = {"name": "search", "arguments": {"q": "x"}}
     assert plain(messages)[4]["tool_calls"] == [{"type": "function", "id": "1", "function": call}]
     assert plain(messages)[5]["tool_call_id"] == "1"
@@ -275,7 +282,7 @@ def test_engines_are_loaded_late_and_shared(monkeypatch, tmp_path):
     profile = getattr(one, "profile", None)  # langchain-core has none before 1.1
     assert profile is None or "max_input_tokens" not in profile
     one.invoke("Hello there")
-    assert profile is None or profile["max_input_tokens"] == 1024
+    assert profile is None or one.profile["max_input_tokens"] == 1024
     elsewhere = one.invoke("Hello", model="tiny-b")
     assert elsewhere.response_metadata["model_name"] == "tiny-b"
     one.invoke("Hello", model="tiny-b")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from dataclasses import replace
 
 import pytest
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from langchain_cached_rag import CachedRAGLLM, ChatCachedRAG
+from langchain_cached_rag.settings import unwrapped
+from langchain_core.load import dumps
 from langchain_core.runnables import ConfigurableField
 
 from cached_rag import ConfigError, Engine
@@ -125,6 +128,42 @@ def test_models_are_copied_and_pickled_before_and_after_they_are_used(loads, eng
     assert copy.deepcopy([given, given])[1].engine is engine
     with pytest.raises(ConfigError, match="give it model="):
         pickle.dumps(given)
+
+
+@pytest.mark.parametrize("kind", [ChatCachedRAG, CachedRAGLLM])
+def test_a_call_of_another_model_stays_with_the_tenant_of_the_engine(loads, engine, kind):
+    for tenant in ("ann", "bob"):
+        llm = kind(engine=engine.tenant(tenant), max_tokens=2)
+        assert llm.loaded_engine("other").library.namespace == tenant
+        assert unwrapped(llm.bind(model="other")).namespace == tenant
+    moved = llm.model_copy(update={"engine": engine.tenant("ann")})
+    assert moved.loaded_engine().library.namespace == "ann"
+    assert llm.model_copy(update={"engine": engine}).loaded_engine().library.namespace == ""
+
+
+@pytest.mark.parametrize("kind", [ChatCachedRAG, CachedRAGLLM])
+def test_tokens_of_a_hub_are_in_no_repr_and_no_key_of_a_cache(kind):
+    llm = kind(model="tiny", model_kwargs={"token": "hf_secret", "subfolder": "a"})
+    assert "hf_secret" not in repr(llm) + str(llm._identifying_params) + dumps(llm)
+    assert llm._identifying_params["model_kwargs"] == {"subfolder": "a"}
+
+
+def test_copies_of_another_model_have_its_context_length(monkeypatch):
+    sizes = {"small": "llama", "large": "qwen2"}
+    monkeypatch.setattr(
+        "cached_rag.engine.engine.load_backend",
+        lambda name, backend, **_: replace(
+            tiny_model(sizes[name]), context_length=512 if name == "small" else 1024
+        ),
+    )
+    large = ChatCachedRAG(model="large", max_tokens=2)
+    if getattr(large, "profile", None) is None:
+        pytest.skip("langchain-core has none before 1.1")
+    small = large.model_copy(update={"model_name": "small"})
+    for llm, length in ((small, 512), (large, 1024)):
+        llm.invoke("Hello")
+        assert (llm.profile["name"], llm.profile["max_input_tokens"]) == (llm.model_name, length)
+    assert small.profile["max_input_tokens"] == 512
 
 
 def test_the_context_length_of_a_given_engine_is_known_at_once(engine):

@@ -107,7 +107,11 @@ def test_what_takes_no_k_is_only_cut(llm, inner):
         assert len(CachedRetriever(retriever=inside, llm=llm, k=1).invoke("x")) == 1
         assert len(CachedRetriever(retriever=inside, llm=llm).invoke("x", k=1)) == 1
     assert seen == [1, 1]
-    for inside in (inner, inner.with_retry(), inner.with_fallbacks([inner]), RunnableLambda(some)):
+    configured = inner.configurable_fields(search_kwargs=ConfigurableField("s"))
+    for inside in (
+        *(inner, inner.with_retry(), inner.with_fallbacks([inner]), RunnableLambda(some)),
+        configured,
+    ):
         assert len(CachedRetriever(retriever=inside, llm=llm, k=3).invoke("x")) == 3
 
 

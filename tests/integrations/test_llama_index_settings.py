@@ -130,12 +130,22 @@ def test_pickling_says_that_a_given_engine_stays(caplog):
     assert "an engine is not pickled: elsewhere 'llama' is loaded by name" in caplog.text
 
 
-def test_saved_settings_never_have_the_signing_key():
-    llm = CachedRAGLLM(model="a", signing_key=KEY)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("signing_key", KEY),
+        ("remote", f"redis://ann:{KEY}@store:6379"),
+        ("model_kwargs", {"token": KEY, "subfolder": "a"}),
+    ],
+)
+def test_saved_settings_never_have_a_secret(name, value):
+    llm = CachedRAGLLM(model="a", **{name: value})
     saved = llm.to_json()
     assert KEY not in saved + repr(llm) + str(llm.to_dict())
-    with pytest.raises(ValueError, match="saved without their signing key"):
+    with pytest.raises(ValueError, match=rf"saved without secrets, as {name} is or has one"):
         CachedRAGLLM.from_json(saved)
-    back = CachedRAGLLM.from_dict(json.loads(saved), signing_key=KEY)
-    assert back.signing_key == llm.signing_key
+    back = CachedRAGLLM.from_dict(json.loads(saved), **{name: value})
+    assert getattr(back, name) == getattr(llm, name)
+    for open_ in ({"remote": "redis://store:6379"}, {"model_kwargs": {"subfolder": "a"}}):
+        assert CachedRAGLLM.from_json(CachedRAGLLM(model="a", **open_).to_json())
     assert CachedRAGLLM.from_json(CachedRAGLLM(model="a").to_json()).signing_key is None

@@ -160,6 +160,16 @@ def test_a_node_that_fits_no_context_keeps_no_other_from_being_encoded(llm, capl
     assert "stays without KV" in caplog.text
 
 
+def test_a_store_without_room_keeps_no_node_from_being_found(caplog, tmp_path):
+    store = StoreConfig(str(tmp_path), disk_bytes=1 << 12)
+    with Engine(tiny_model("llama"), store) as engine:
+        index = make_index(CachedRAGLLM(engine=engine))
+        index.insert_nodes(nodes())
+        assert len(index.as_retriever(similarity_top_k=9).retrieve("Who?")) == len(nodes())
+        assert "stay without KV until an answer has used them" in caplog.text
+        assert engine.library.table.get(module_text(nodes()[0])) is not None
+
+
 def test_an_index_can_be_changed_asynchronously_and_by_node(llm, caplog):
     async def main():
         index = make_index(llm)

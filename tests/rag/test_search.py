@@ -75,6 +75,10 @@ def test_words_are_found_beside_vectors_and_scores_stay_cosines(index):
     assert "a.txt" not in [hit.source for hit in index.search(near, 3, text="TX-245")]
     named = index.search(near, 3, text="TX-245", by="auto")
     assert named == found  # it has a number
+    beyond = index.search(near, 3, text="TX-245", by="auto", least=0.5)
+    assert [hit.score for hit in beyond] == [1.0] * 3  # what names it comes first, and is too far
+    assert index.search(near, 99, text="TX-245", by="auto", least=0.5) != beyond
+    assert index.search(near, 99, text="TX-245", by="words", least=0.5) == []
     said = index.search(near, 3, text="Where is the bearing?", by="auto")
     assert said == index.search(near, 3, text="Where is the bearing?") != named
 

@@ -26,7 +26,15 @@ from llama_index.core.tools.types import BaseTool
 from llama_index.llms.cached_rag.messages import GrowingChat, apieces, completion, pieces, plain
 from llama_index.llms.cached_rag.nodes import module_text
 from llama_index.llms.cached_rag.tools import CALLING, GrowingObject, offered, selections, taken
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_serializer, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+)
 from typing_extensions import Self
 
 from cached_rag import CachedRAG, Engine, Tools, spi
@@ -83,8 +91,6 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
             data.setdefault("model", engine.settings["model"])
         elif engine is not None:
             data.setdefault("model", engine.model.name)
-            # Saved and pickled, too: who loads by these settings is no other tenant.
-            data["namespace"] = data.get("namespace") or engine.library.namespace
         super().__init__(engine=engine, **data)
         if data.get("messages_to_prompt") is None:
             self.messages_to_prompt = OwnTemplate(self)
@@ -98,19 +104,23 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
     def _named(self) -> str:
         return self.model
 
-    @field_serializer("signing_key")
-    def _hide(self, key: SecretStr | None) -> str | None:
-        return None if key is None else _HIDDEN
+    @field_serializer("signing_key", "remote", "model_kwargs")
+    def _hide(self, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: _HIDDEN if name == "token" else one for name, one in value.items()}
+        is_secret = isinstance(value, SecretStr) or (value is not None and "@" in value)
+        return _HIDDEN if is_secret else value
 
-    @field_validator("signing_key")
+    @field_validator("signing_key", "remote", "model_kwargs")
     @classmethod
-    def _is_no_mask(cls, key: SecretStr | None) -> SecretStr | None:
-        if key is not None and key.get_secret_value() == _HIDDEN:
+    def _is_no_mask(cls, value: Any, info: ValidationInfo) -> Any:
+        held = value.get_secret_value() if isinstance(value, SecretStr) else value
+        if held == _HIDDEN or (isinstance(held, Mapping) and _HIDDEN in held.values()):
             raise ValueError(
-                "settings are saved without their signing key, which is a secret; give it again: "
-                "from_dict(settings, signing_key=...)"
+                f"settings are saved without secrets, as {info.field_name} is or has one; give it "
+                f"again: from_dict(settings, {info.field_name}=...)"
             )
-        return key
+        return value
 
     def __copy__(self) -> Self:
         """A copy may get another model, so its own template is not the original's."""
@@ -212,8 +222,10 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
         engine = self.loaded_engine()
         if prompt is None:
             return engine.encode(texts)
+        spi.checked(prompt, BasePromptTemplate, "is no prompt template")
         given = prompt._map_template_vars(prompt.kwargs)  # by partial_format: no variables now
         names = [name for name in prompt.template_vars if name not in given]
+        variable = (prompt.template_var_mappings or {}).get(variable, variable)
         head = spi.template_head(engine, names, variable, partial(self._filled, prompt))
         return engine.encode(texts, head)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cached_rag.errors import needs_extra
-from cached_rag.spi import Learner, Ledger
+from cached_rag.spi import Learner, Ledger, checked
 
 with needs_extra("llama-index", "the integration with LlamaIndex"):
     from llama_index.core.bridge.pydantic import Field, PrivateAttr
@@ -68,8 +68,9 @@ class CachedVectorStore(BasePydanticVectorStore):
                 forget what it deletes; None for memory.
 
         Raises:
-            cached_rag.ConfigError: `llm` is of another kind, or `prompt` no template.
+            cached_rag.ConfigError: `vector_store`, `llm` or `prompt` is of another kind.
         """
+        checked(vector_store, BasePydanticVectorStore, "is no vector store of LlamaIndex")
         super().__init__(  # type: ignore[call-arg]
             stores_text=vector_store.stores_text,
             is_embedding_query=vector_store.is_embedding_query,
