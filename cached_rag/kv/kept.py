@@ -206,10 +206,14 @@ class KeptPrompts:
             StoreError: the table cannot be written.
         """
         told = prompt.told()
+        before = self._database.rows(f"{_SELECT} WHERE name = ?", prompt.name)
         row = (prompt.name, prompt.namespace, told, row_sum(told))
         with self._database.transaction() as connection:
             connection.execute(f"REPLACE INTO prompts VALUES (?, ?, ?, {_NOW}, ?)", row)
         self._writes += 1
+        sound = self._database.sound(before)
+        if cut_otherwise := [str(row[1]) for row in sound if row[1] != told]:
+            self._delete({key for one in cut_otherwise for key in KeptPrompt.read(one).keys})
 
     def _has(self, prompt: KeptPrompt) -> bool:
         return bool(self._database.rows("SELECT 1 FROM prompts WHERE name = ?", prompt.name))
@@ -265,6 +269,8 @@ class KeptPrompts:
             self._disk.delete(key)
 
     def _evict(self, max_bytes: int) -> None:
+        if self.nbytes > max_bytes:
+            self._delete(self._disk.sizes())
         while self.nbytes > max_bytes and (prompts := self.all()):
             sizes = self._disk.sizes()
             held = [_held(prompt, sizes) for prompt in prompts]

@@ -25,6 +25,12 @@ from cached_rag.library.learning import WriteBack
 from cached_rag.library.sequences import Ids, PromptKV
 
 _log = logging.getLogger(__name__)
+# A kept prompt's name, and where it is cut: the same prompt may be written anew with other cuts.
+_Cut = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def _cut(prompt: KeptPrompt) -> _Cut:
+    return prompt.name, prompt.ends, prompt.stated
 
 
 class PromptArchive:
@@ -41,7 +47,7 @@ class PromptArchive:
         """
         self._kept, self._model, self._device, self._writing = kept, model, device, writing
         self._waiting: list[PromptKV] = []
-        self._known: dict[str, PromptKV] = {}
+        self._known: dict[_Cut, PromptKV] = {}
         self._lock = threading.RLock()  # as in `WriteBack`
 
     def close(self, finish_seconds: float) -> None:
@@ -60,12 +66,12 @@ class PromptArchive:
             _log.warning("what earlier prompts left is not used: %s", error)
             return []
         known = self._known
-        if known.keys() != {one.name for one in found}:
-            known = {one.name: known.get(one.name) or _described(one) for one in found}
+        if known.keys() != {_cut(one) for one in found}:
+            known = {_cut(one): known.get(_cut(one)) or _described(one) for one in found}
             self._known = known
         whose = self._model.fingerprint, namespace, self._kept.signer
         mine = (one for one in found if (one.model, one.namespace, one.signer) == whose)
-        return [(one, known[one.name]) for one in mine]
+        return [(one, known[_cut(one)]) for one in mine]
 
     def bring(
         self, namespace: str, usable: Callable[[PromptKV], int], least: int
@@ -138,7 +144,11 @@ class PromptArchive:
         self._writing.offer(("kept", id(prompt)), partial(self._write, prompt, supersedes))
 
     def _write(self, prompt: PromptKV, supersedes: Callable[[PromptKV], bool]) -> None:
-        new = self._to_keep(prompt)
+        new, mine = self._to_keep(prompt), self._mine(prompt.namespace)
+        if any(one.name == new.name and len(one.stated) >= len(new.stated) for one, _ in mine):
+            self._touch(new)  # that one can serve as many prompts
+            self._no_longer_waits(prompt)
+            return
 
         def piece(begin: int, end: int) -> ModuleKV:
             found = prompt.piece(begin, end)
@@ -162,8 +172,11 @@ class PromptArchive:
         except StoreError as error:
             _log.warning("what a prompt left is not kept on disk: %s", error)
         finally:
-            with self._lock:
-                self._waiting = [one for one in self._waiting if one is not prompt]
+            self._no_longer_waits(prompt)
+
+    def _no_longer_waits(self, prompt: PromptKV) -> None:
+        with self._lock:
+            self._waiting = [one for one in self._waiting if one is not prompt]
 
     def _to_keep(self, prompt: PromptKV) -> KeptPrompt:
         ends = tuple(run.slot + len(run) for run in prompt.runs)

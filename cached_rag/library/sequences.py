@@ -161,6 +161,7 @@ class Sequences:
         self.keeps_repaired = keeps_repaired
         self._disk = disk
         self._kept: list[PromptKV] = []  # least recently used first
+        self._brought: list[PromptKV] = []  # of these, as much as was needed of some on disk
         self._lock = threading.RLock()  # as in `WriteBack`
         self._has_told = False
 
@@ -202,6 +203,7 @@ class Sequences:
                 if brought is not None and length > most[0]:
                     best, most = brought, (length, 0)
                     self._kept.append(brought)
+                    self._brought = [one for one in self._brought if one in self._kept] + [brought]
             if best is not None:
                 self._kept.remove(best)
                 self._kept.append(best)
@@ -268,9 +270,10 @@ class Sequences:
             self._disk.offer(kept, lambda one: _has_all(kept, one))
 
     def close(self) -> None:
-        """Have all that is kept written to disk: what goes on is there already."""
+        """Have all that is kept written to disk; what goes on and what was brought is there."""
         for one in list(self._kept):
-            self._write(one)
+            if one not in self._brought:
+                self._write(one)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a prompt may be kept; the first one that is too large is logged."""
@@ -380,6 +383,7 @@ def _has_all(new: PromptKV, old: PromptKV) -> bool:
     """Whether the new sequence can serve all prompts that the old one can."""
     is_same = new.namespace == old.namespace and new.exact_length >= old.exact_length
     is_as_open = new.least <= old.least or old.exact_length == len(old.ids)
+    is_as_open = is_as_open and set(old.stops) <= set(new.stops)
     return is_same and is_as_open and new.usable(old.ids, old.repair) == len(old.ids)
 
 

@@ -77,7 +77,7 @@ class Asking:
         # 1) The nearest chunks.
         lookup = self.look_up(searched(question, said), wanted, clock)
         if not (lookup.hits or wanted.answer_anyway):
-            return self.decline(question, lookup)
+            return self.decline(question, lookup, config)
         # 2) A prompt with as many of them as fit.
         least = config.max_tokens
         hits, rendered = self.prompts.fitting(question, lookup.hits, least, said)
@@ -105,10 +105,19 @@ class Asking:
         stream = self.engine.stream(prompt, tools.settings(config), clock=lookup.clock)
         return AnswerStream(stream, question, tuple(hits), lookup, tools.growing())
 
-    def decline(self, question: str, lookup: Lookup) -> AnswerStream:
-        """Say that nothing was found, without asking the model."""
+    def decline(self, question: str, lookup: Lookup, config: GenerationConfig) -> AnswerStream:
+        """Say that nothing was found, without asking the model.
+
+        Raises:
+            ConfigError: the answer has to have a form, which cannot say so.
+        """
         from cached_rag.engine.stream import ToldStream
 
+        if config.grammar is not None:
+            raise ConfigError(
+                "nothing about this was found in the documents, and an answer of the form that "
+                "was asked for cannot say so; lower min_score, or set answer_anyway=True"
+            )
         told = ToldStream(NOTHING_FOUND, Report("none", charged_recompute=0.0))
         form = self.form(parts_thoughts=False)
         return AnswerStream(told, question, (), lookup, form.growing())
@@ -300,7 +309,7 @@ class Chat:
         if here or self._wanted.answer_anyway:
             stream = asking.begin(question, prompt, hits, found, config)
         else:
-            stream = asking.decline(question, found)
+            stream = asking.decline(question, found, config)
         texts = tuple(hit.text for hit in new)
 
         def ended(answer: Answer) -> None:

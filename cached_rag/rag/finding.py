@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -67,7 +67,7 @@ def look_at(path: Path | str) -> FoundFile:
     Raises:
         DocumentError: nothing is there.
     """
-    root = Path(path).expanduser()
+    root = absolute(path)
     return _Look(root, root.resolve()).found() if is_folder(root) else FoundFile((root,))
 
 
@@ -246,7 +246,10 @@ def absolute(path: Path | str) -> Path:
         raise ConfigError(f"a path is a string or a Path, one at a time, not {path!r}")
     if path == "":
         raise DocumentError("the path is empty; name a file or folder, or . for this folder")
-    return Path(os.path.abspath(Path(path).expanduser()))
+    try:
+        return Path(os.path.abspath(Path(path).expanduser()))
+    except RuntimeError as error:
+        raise DocumentError(f"{path}: there is no such user; write the path in full") from error
 
 
 class Roots:
@@ -280,17 +283,38 @@ class Roots:
             DocumentError: another folder or file has that name already.
             ConfigError: the name has slashes, or is empty.
         """
+        known = {root.name: root.path for root in self.all()}
         if name is not None:
-            return Root(_checked(name, path), path)
+            root = Root(_checked(name, path), path)
+            self._check_is_free(root, known)
+            return root
         holding = [root for root in self.all() if root.source(path) is not None]
         if holding:
             return max(holding, key=lambda root: len(root.path.parts))
         root = Root(_checked(path.name, path), path)
-        self._check_is_same(root, files, is_unchanged)
+        self._check_is_free(root, known)
+        if root.name in known:
+            self._check_is_same(root, known[root.name], files, is_unchanged)
         return root
 
+    def _check_is_free(self, root: Root, known: Collection[str]) -> None:
+        """See that a root's documents would not be among texts that are of no file.
+
+        Raises:
+            DocumentError: they would, and such texts would count as files that are gone.
+        """
+        if root.name not in known and root.name in map(_head, self.sources()):
+            raise DocumentError(
+                f"the index has texts called {root.name} that are of no folder or file; ingest "
+                f"{root.path} by another name (name=, --name), or delete them before"
+            )
+
     def _check_is_same(
-        self, root: Root, files: Sequence[Path], is_unchanged: Callable[[str, Path], bool]
+        self,
+        root: Root,
+        former: Path,
+        files: Sequence[Path],
+        is_unchanged: Callable[[str, Path], bool],
     ) -> None:
         """See that a known root of the same name has moved to where this root is.
 
@@ -299,15 +323,6 @@ class Roots:
         Raises:
             DocumentError: it has not.
         """
-        known = {other.name: other.path for other in self.all()}
-        if root.name not in known:
-            if root.name in map(_head, self.sources()):
-                raise DocumentError(
-                    f"the index has texts called {root.name} that are of no folder or file; ingest "
-                    f"{root.path} by another name (name=, --name), or delete them before"
-                )
-            return
-        former = known[root.name]
         sources = ((join(root.name, file.relative_to(root.path)), file) for file in files)
         if former.exists() or not any(is_unchanged(*one) for one in sources):
             raise DocumentError(
@@ -387,7 +402,7 @@ class Roots:
         if str(source) in sources:
             return str(source)
         path = absolute(source)
-        named = {root.source(path) for root in self.all()}
+        named = {root.source(path) for root in self.all()} if is_path(path) else set()
         meant = sorted(one for one in sources if one in named or shown(one) == str(source))
         if len(meant) == 1:
             return meant[0]

@@ -14,7 +14,7 @@ from lxml.html import HTMLParser, document_fromstring
 
 from cached_rag.rag.document import Metadata, Part
 
-_DECLARATION = re.compile(r"^<\?xml [^>]+?\?>")
+_DECLARATION = re.compile(r"^<\?xml\s[^>]+?\?>")
 _HIDDEN_TAGS = ("head", "script", "style", "template", "datalist", "rp")
 _HIDDEN = re.compile(r"display\s*:\s*none\b|visibility\s*:\s*(?:hidden|collapse)\b", re.IGNORECASE)
 _HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")

@@ -467,9 +467,9 @@ def _given(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _folder(path: str | Path) -> Path:
-    if not is_path(Path(path).expanduser()):
-        raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
     root = absolute(path)  # the process may change its folder, and the index stays
+    if not is_path(root):
+        raise ConfigError(f"{str(path)!r} cannot be the name of an index; give another one")
     if os.path.isfile(root):  # unlike `is_file`, also of a name that is too long
         raise ConfigError(f"{root} is a file, and an index is a folder; give another path")
     return root

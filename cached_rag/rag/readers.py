@@ -145,8 +145,15 @@ def _read_html(path: Path) -> list[Part]:
 
 def _markdown_parts(source: str) -> list[Part]:
     from markdown_it import MarkdownIt
+    from markdown_it.rules_block import StateBlock, reference
+
+    def named_link(state: StateBlock, first: int, last: int, silent: bool) -> bool:
+        """A link's address; not a footnote of one word, which would be lost as one."""
+        is_footnote = state.src.startswith("[^", state.bMarks[first] + state.tShift[first])
+        return not is_footnote and reference(state, first, last, silent)
 
     markdown = MarkdownIt("commonmark", {"maxNesting": _NESTING}).enable("table")
+    markdown.block.ruler.at("reference", named_link)
     return _html_parts(markdown.render(source))
 
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from cached_rag.errors import ConfigError
 from cached_rag.kv.database import Database
+from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.rag.document import Metadata, searchable, shown
 
 # What makes a value a pattern.
@@ -137,9 +138,10 @@ def described(metadata: Mapping[str, object]) -> Metadata:
         is_plain = isinstance(value, str) or (
             isinstance(value, int | float) and abs(value) <= sys.float_info.max
         )
-        if name in (*FIELDS, "text", "score") or not is_plain:
+        is_cut = HALF_PAIR.search(f"{name}{value}") is not None
+        if name in (*FIELDS, "text", "score") or not is_plain or is_cut:
             raise ConfigError(
-                "metadata are strings and finite numbers, by names other than "
+                "metadata are whole characters and finite numbers, by names other than "
                 f"{', '.join(FIELDS)}, text and score; got {name!r}: {value!r}"
             )
     return dict(metadata)  # type: ignore[arg-type]

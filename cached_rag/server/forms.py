@@ -19,6 +19,7 @@ from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprob
 from cached_rag.engine.report import Report
 from cached_rag.engine.tools import CallPart, Tools, new_call_id
+from cached_rag.grammar.tools import check_text
 
 Json = dict[str, Any]
 _MOST_TOOLS = 128  # as OpenAI's
@@ -27,6 +28,15 @@ _MOST_FIELDS = 100
 # The kind of the errors by settings that this server lacks, whose context names the "field".
 REFUSED = "refused"
 _Word = Literal["none", "auto", "required"]
+
+
+def _whole(text: str) -> str:
+    """Refuses half a surrogate pair, which JSON can spell and no tokenizer or file can take."""
+    check_text(text)
+    return text
+
+
+Text = Annotated[str, pydantic.AfterValidator(_whole)]
 
 
 class Strict(pydantic.BaseModel):
@@ -129,8 +139,8 @@ class CalledTool(Strict):
 
 
 class _Schema(Strict):
-    name: str | None = None
-    description: str | None = None
+    name: Text | None = None
+    description: Text | None = None
     schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
     strict: bool | None = None
 

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AliasChoices, Field, ValidationInfo, field_validator, model_validator
 
-from cached_rag.grammar.tools import check_text
-from cached_rag.server.forms import CalledTool, Choice, NamedChoice, Offered, ResponseFormat, Strict
+from cached_rag.server.forms import (
+    CalledTool,
+    Choice,
+    NamedChoice,
+    Offered,
+    ResponseFormat,
+    Strict,
+    Text,
+)
 
 _DEFAULT_TOKENS = 256
 # Most messages or texts of a request; each costs far more than its few bytes of JSON.
@@ -57,13 +57,6 @@ _PENALTY = AliasChoices("repetition_penalty", "repeat_penalty")
 _THOUGHT = AliasChoices("reasoning_content", "reasoning")
 
 
-def _whole(text: str) -> str:
-    """Refuses half a surrogate pair, which JSON can spell and no tokenizer or file can take."""
-    check_text(text)
-    return text
-
-
-Text = Annotated[str, AfterValidator(_whole)]
 Name = Annotated[Text, Field(max_length=256)]
 Value = Annotated[Text, Field(max_length=1000)] | int | float
 Values = Annotated[list[Value], Field(max_length=_MOST)]

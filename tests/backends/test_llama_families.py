@@ -10,7 +10,7 @@ import json
 
 import pytest
 import torch
-from conftest import CHUNKS, NEW_PROMPTS, ask, random_ids
+from conftest import CHUNKS, NEW_PROMPTS, ask, random_ids, shuffled
 from tiny_architectures import WINDOW, write_architecture
 from typer.testing import CliRunner
 
@@ -217,6 +217,34 @@ def test_the_next_turn_costs_what_is_new(loaded, name):
         assert all(test.passed for test in self_test(engine))
         with pytest.raises(RelocationError, match="kept as a whole"):
             engine.generate(messages, method="reuse", max_tokens=1)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "lfm2"])
+def test_a_prompt_goes_on_from_its_own_state_in_memory_that_another_tenant_used(loaded, name):
+    model = loaded(name)
+    options = {"method": "full", "max_tokens": 6, "ignore_eos": True}
+
+    def cut(text, tokens):
+        return next(
+            text[:end]
+            for end in range(len(text), 0, -1)
+            if len(model.tokenizer(text[:end])["input_ids"]) == tokens
+        )
+
+    mine, theirs = (
+        cut(" ".join(map(shuffled, seeds)), 200) for seeds in ((2, 3, 7, 8), (4, 1, 5, 6))
+    )
+    longer = f"{mine} by the lamp?"
+    with Engine(model, NEW_PROMPTS) as engine:
+        expected = engine.generate(longer, **options).token_ids
+    with Engine(model) as engine:
+        engine.generate(mine, **options)
+        other = engine.tenant("other")
+        other.generate(cut(theirs, 199), **{**options, "max_tokens": 1})
+        for _ in range(2):
+            answer = engine.generate(longer, **options)
+            assert answer.report.cached_tokens >= 199
+            assert answer.token_ids == expected
 
 
 @pytest.mark.usefixtures("small_pages")

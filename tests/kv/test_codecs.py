@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cached_rag.config import CODEC_NAMES
+from cached_rag.kv.blob import layer_sums
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.layers import KVShapes, LayerShape
@@ -75,6 +76,8 @@ def test_a_single_token_is_not_too_many_bytes_to_be_brought(codec):
 def test_any_shape_comes_back(codec, dims, tokens):
     keys, values = kv(tokens=tokens, key_dim=dims[0], value_dim=dims[1])
     found = back(codec, keys, values)
+    parts = {name: list(part) for name, part in codec_by_name(codec).encode(keys, values).items()}
+    assert len(layer_sums(parts)) == len(keys)
     assert [side.shape for side in found] == [keys.shape, values.shape]
     for side, got in zip((keys, values), found, strict=True):
         if side.numel():

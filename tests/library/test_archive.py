@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import CHUNKS, NEW_PROMPTS, ask, tiny_model
+from conftest import CHUNKS, NEW_PROMPTS, ask, shuffled, tiny_model
 from tiny_architectures import write_architecture
 
 from cached_rag import ConfigError, Engine, StoreConfig
@@ -74,6 +74,25 @@ def test_a_conversation_goes_on_in_another_process(family, tmp_path, whole_state
         assert cached > 0.8 * plain.report.prompt_tokens
     assert again(tmp_path, messages, model, namespace="other") == (token_ids, 0)  # controls
     assert again(tmp_path / "other", messages, model) == (token_ids, 0)
+
+
+def test_what_others_can_go_on_from_stays_when_a_prompt_is_asked_again(tmp_path):
+    model = tiny_model("qwen3_5")
+    beginning = " ".join(shuffled(n) for n in range(5))
+    first, again, other = (f"{beginning} {question}" for question in ("Why?", "How so?", "Who?"))
+    options = {**OPTIONS, "method": "full"}
+
+    def cached(*prompts):
+        with Engine(model, on_disk(tmp_path)) as engine:
+            return [engine.generate(one, **options).report.cached_tokens for one in prompts][-1]
+
+    common = cached(first, again)
+    before, held = kept(tmp_path), files(tmp_path)
+    assert any(len(one.stated) > 2 for one in before)
+    assert cached(again) > common - 20
+    assert [one.stated for one in kept(tmp_path)] == [one.stated for one in before]
+    assert files(tmp_path) == held
+    assert cached(other) > 0.9 * len(model.tokenizer(beginning)["input_ids"])
 
 
 def test_it_is_written_when_it_goes_on_and_all_when_the_engine_closes(tmp_path):
@@ -233,6 +252,22 @@ def test_what_others_have_too_is_no_reason_to_drop():
     found = [{**shared, "a": (10, 500)}, {**shared, "b": (400, 500)}, shared]
     assert least_worth(found) == 0
     assert least_worth([shared, {**shared, "b": (400, 500)}]) == 1  # the first frees nothing
+
+
+def test_a_prompt_that_is_cut_otherwise_leaves_none_of_its_former_pieces(tmp_path):
+    found, ids = KeptPrompts(tmp_path / FOLDER), tuple(range(64))
+    kv = torch.zeros(1, 1, 64, 16)
+
+    def piece(begin, end):
+        return ModuleKV(ids[begin:end], 0, kv[:, :, begin:end], kv[:, :, begin:end, :0])
+
+    for ends in ((16, 40, 64), (16, 64)):
+        one = KeptPrompt("model", "", "", ids, ends, exact_length=64)
+        found.tell(one)
+        found.fill(one, piece, None)
+        assert found.all() == [one]
+        assert len(files(tmp_path)) == len(ends)
+    found.close()
 
 
 def test_the_disk_is_bounded(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from indexes import WordEmbedding
 
-from cached_rag import AnswerStream, CachedRAG, ConfigError, Engine, Hit
+from cached_rag import AnswerStream, CachedRAG, ConfigError, Engine, Grammar, Hit
 from cached_rag.backends.chat_template import ChatTemplate
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.rag.asking import NOTHING_FOUND
@@ -258,6 +258,8 @@ def test_a_question_without_sources_is_declined_and_no_model_is_asked(rag, calls
     assert chat.ask(QUESTION).text == NOTHING_FOUND
     assert [turn.text for turn in chat.history] == [NOTHING_FOUND]
     assert len(prompts_in(calls)) == before
+    with pytest.raises(ConfigError, match="form that was asked for cannot say so"):
+        rag.ask(QUESTION, grammar=Grammar.json(), **nothing)
     dropped = rag.stream(QUESTION, **nothing)
     dropped.close()
     assert (list(dropped), dropped.stream.finish_reason) == ([], "stop")

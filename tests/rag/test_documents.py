@@ -128,6 +128,7 @@ def test_other_encodings_are_not_taken_for_damaged_utf8(tmp_path, encoding):
     [
         ('<meta charset="iso-8859-2">', "iso-8859-2", POLISH),
         ('<?xml version="1.0" encoding="iso-8859-15"?>', "iso-8859-15", "Preis: 5 €"),
+        ('<?xml\tversion="1.0"\nencoding="iso-8859-15"?>', "iso-8859-15", "Preis: 5 €"),
         ('<meta content="text/html; charset=iso-8859-1">', "cp1252", "“Größe”"),
         ('<meta charset="iso-8859-1">', "utf-8", GERMAN.strip()),
         ('<meta charset="no-such">', "cp1252", "5 µm"),
@@ -334,6 +335,16 @@ def test_what_stands_before_markdown_is_no_heading(tmp_path, source, title):
     headings = [str(known.get("heading", "")) for _, known in document.parts]
     assert "Linux" in headings
     assert not any("title" in heading or "date" in heading for heading in headings)
+
+
+def test_footnotes_of_one_word_are_kept_and_links_are_named(tmp_path):
+    (tmp_path / "a.md").write_text(
+        "Rated 12 bar[^1], see [the list][2].\n\n[^1]: ISO-4126\n\n[2]: https://example.org\n\nEnd.\n"
+    )
+    text = load_document(tmp_path / "a.md").text
+    assert "ISO-4126" in text
+    assert "see the list." in text
+    assert "example.org" not in text
 
 
 def test_a_line_at_the_beginning_of_markdown_is_a_line(tmp_path):

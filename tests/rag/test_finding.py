@@ -46,6 +46,23 @@ def test_documents_of_a_folder_that_cannot_be_read_stay(rag, docs, closed):  # n
     assert ingest(rag, docs, delete_missing=True).deleted == 1
 
 
+def test_texts_of_no_file_are_not_taken_for_files_that_are_gone(rag, docs):  # noqa: F811
+    rag.add_texts({"docs/12": "It is told that copper turns green."}, progress=False)
+    for options in ({}, {"name": "docs"}):
+        with pytest.raises(DocumentError, match="has texts called docs that are of no folder"):
+            ingest(rag, docs, delete_missing=True, **options)
+    assert ingest(rag, docs, name="files", delete_missing=True).deleted == 0
+    assert "docs/12" in sources(rag)
+
+
+@pytest.mark.parametrize("path", ["~no-such-user/docs", "a\0b", "a\ud800"])
+def test_a_path_of_nobody_is_a_clear_error(rag, path):  # noqa: F811
+    with pytest.raises(DocumentError):
+        rag.delete(path)
+    with pytest.raises(DocumentError):
+        rag.ingest(path, progress=False)
+
+
 def test_a_file_that_cannot_be_looked_at_stays(rag, docs, monkeypatch):  # noqa: F811
     ingest(rag, docs)
     is_file = Path.is_file

@@ -157,7 +157,16 @@ def test_texts_and_folders_keep_out_of_each_others_names(rag, docs):
 
 
 @pytest.mark.parametrize(
-    "metadata", [{"source": "x"}, {"tags": ["a"]}, {"n": math.nan}, {"n": 10**400}, ["n"]]
+    "metadata",
+    [
+        {"source": "x"},
+        {"tags": ["a"]},
+        {"n": math.nan},
+        {"n": 10**400},
+        {"n": "\ud800"},
+        {"\ud800": 1},
+        ["n"],
+    ],
 )
 def test_metadata_are_named_values(rag, metadata):
     with pytest.raises(ConfigError, match="metadata are"):
