@@ -21,7 +21,9 @@ from pydantic import (
     Field,
     PrivateAttr,
     SecretStr,
+    ValidationInfo,
     create_model,
+    field_serializer,
     field_validator,
 )
 
@@ -53,6 +55,7 @@ _LOADED_WITH = settings_of(ModelConfig, StoreConfig)
 _LOADING = tuple(name for name in _LOADED_WITH if name != "path")
 # Settings that may have a password or a token in them.
 _SECRETIVE = ("remote", "model_kwargs")
+_HIDDEN = "**********"
 
 if TYPE_CHECKING:
 
@@ -152,6 +155,25 @@ class FrameworkModel(_Fields):
         """
         super().model_post_init(context)
         self._held()
+
+    @field_serializer("signing_key", *_SECRETIVE)
+    def _hide(self, value: Any) -> Any:
+        """What is saved has no secret."""
+        if isinstance(value, Mapping):
+            return {name: _HIDDEN if name == "token" else one for name, one in value.items()}
+        is_secret = isinstance(value, SecretStr) or (value is not None and "@" in value)
+        return _HIDDEN if is_secret else value
+
+    @field_validator("signing_key", *_SECRETIVE)
+    @classmethod
+    def _is_no_mask(cls, value: Any, info: ValidationInfo) -> Any:
+        held = value.get_secret_value() if isinstance(value, SecretStr) else value
+        if held == _HIDDEN or (isinstance(held, Mapping) and _HIDDEN in held.values()):
+            raise ValueError(
+                f"settings are saved without secrets, as {info.field_name} is or has one; give it "
+                "again, beside the saved settings"
+            )
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod

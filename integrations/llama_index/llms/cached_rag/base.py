@@ -26,21 +26,12 @@ from llama_index.core.tools.types import BaseTool
 from llama_index.llms.cached_rag.messages import GrowingChat, apieces, completion, pieces, plain
 from llama_index.llms.cached_rag.nodes import module_text
 from llama_index.llms.cached_rag.tools import CALLING, GrowingObject, offered, selections, taken
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationInfo,
-    field_serializer,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import Self
 
 from cached_rag import CachedRAG, Engine, Tools, spi
 
 _log = logging.getLogger(__name__)
-_HIDDEN = "**********"
 Prompt = str | list[dict[str, Any]]
 
 
@@ -103,24 +94,6 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
     @property
     def _named(self) -> str:
         return self.model
-
-    @field_serializer("signing_key", "remote", "model_kwargs")
-    def _hide(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: _HIDDEN if name == "token" else one for name, one in value.items()}
-        is_secret = isinstance(value, SecretStr) or (value is not None and "@" in value)
-        return _HIDDEN if is_secret else value
-
-    @field_validator("signing_key", "remote", "model_kwargs")
-    @classmethod
-    def _is_no_mask(cls, value: Any, info: ValidationInfo) -> Any:
-        held = value.get_secret_value() if isinstance(value, SecretStr) else value
-        if held == _HIDDEN or (isinstance(held, Mapping) and _HIDDEN in held.values()):
-            raise ValueError(
-                f"settings are saved without secrets, as {info.field_name} is or has one; give it "
-                f"again: from_dict(settings, {info.field_name}=...)"
-            )
-        return value
 
     def __copy__(self) -> Self:
         """A copy may get another model, so its own template is not the original's."""
