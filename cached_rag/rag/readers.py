@@ -45,11 +45,17 @@ _NESTING = 100
 # Lists of values: their text begins with a value, or with "[", and not with a title.
 _NAMELESS = (".csv", ".tsv", ".json")
 # What many tools write at the beginning of Markdown, between two lines of the same marks.
-_FRONT = re.compile(r"\A(---|\+\+\+)[ \t]*\n(\w[\w-]*[ \t]*[:=].*?)\n\1[ \t]*(?:\n|\Z)", re.DOTALL)
+_FRONT = re.compile(
+    r"\A(---|\+\+\+)[ \t]*\n((?:#[^\n]*\n)*\w[\w-]*[ \t]*[:=].*?)\n(?:\1|\.\.\.)[ \t]*(?:\n|\Z)",
+    re.DOTALL,
+)
 _QUOTES = " \t'\""
 # Most characters of what a parser's error says, which may be the document.
 _MOST_SAID = 300
-_FRONT_TITLE = re.compile(r"^title[ \t]*[:=][ \t]*(.+)$", re.MULTILINE | re.IGNORECASE)
+# In YAML it may stand in the lines that follow.
+_FRONT_TITLE = re.compile(
+    r"^title[ \t]*[:=][ \t]*(?:[>|][-+]?((?:\n[ \t]+.*)+)|(.+))$", re.MULTILINE | re.IGNORECASE
+)
 
 # A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
 # In texts of other encodings it is the other way round.
@@ -166,7 +172,8 @@ def _read_markdown(path: Path) -> list[Part]:
     named = _FRONT_TITLE.search(front[2])
     if named is None:  # else what stands first would be taken for the title
         return [*parts, (front[2], {})]
-    return [(f"Title: {named[1].strip(_QUOTES)}\n{front[2]}", {}), *parts]
+    title = " ".join((named[1] or named[2]).split())
+    return [(f"Title: {title.strip(_QUOTES)}\n{front[2]}", {}), *parts]
 
 
 def _read_notebook(path: Path) -> list[Part]:

@@ -229,7 +229,8 @@ class Search:
             least: the lowest score that one may have.
 
         Raises:
-            ConfigError: a filter by what no chunk has; or SQLite cannot search for words.
+            ConfigError: a filter by what no chunk has, a vector of another length; or SQLite cannot
+                search for words.
         """
         if by == "auto":  # a part number or a year has no meaning that a vector could hold
             by = "hybrid" if any(map(str.isdigit, text)) else "vectors"
@@ -237,6 +238,11 @@ class Search:
             index, words = self._refreshed(has_words=by != "vectors")
         if index is None:
             return []
+        if len(vector) != index.d:
+            raise ConfigError(
+                f"this index has vectors of {index.d} numbers, and the question's has "
+                f"{len(vector)}: it was made with another embedding, which has to be given again"
+            )
         among = self._fitting(where) if isinstance(where, Mapping) else None
         total = index.ntotal if among is None else len(among)
         vector = vector.astype(np.float32)

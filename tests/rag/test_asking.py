@@ -8,7 +8,9 @@ import threading
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
+import torch
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from indexes import WordEmbedding
 
@@ -242,6 +244,40 @@ def test_an_answer_without_sources_says_so(rag, calls):
     assert "no chunk reaches min_score" in answer.report.notes[0]
     assert f"user\nQuestion: {QUESTION}" in prompts_in(calls)[-1]
     assert rag.search(QUESTION, min_score=1.0) == []
+
+
+class Embedding(WordEmbedding):
+    """Gives what a test says, made of the right vectors."""
+
+    def __init__(self, gives):
+        self.gives = gives
+
+    def embed(self, texts):
+        return self.gives(super().embed(texts))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(lambda v: v[1:], lambda v: v * np.nan, lambda v: v[0], lambda v: ["a"] * len(v)),
+        *(lambda v: None, lambda v: [[1.0], [1.0, 2.0]]),
+    ],
+)
+def test_vectors_that_are_none_are_refused(rag, monkeypatch, wrong):
+    monkeypatch.setattr(type(rag._folder), "embedder", Embedding(wrong))
+    with pytest.raises(ConfigError, match="vectors of finite numbers"):
+        rag.search(QUESTION)
+
+
+def test_lists_and_vectors_of_any_length_are_taken_and_scores_stay_cosines(rag, monkeypatch):
+    best = rag.search(QUESTION)[0]
+    for gives in (lambda v: 9 * v, lambda v: v.tolist(), torch.from_numpy):
+        monkeypatch.setattr(type(rag._folder), "embedder", Embedding(gives))
+        assert rag.search(QUESTION)[0].score == pytest.approx(best.score, abs=1e-6)
+    longer = Embedding(lambda v: np.pad(v, ((0, 0), (0, 1))))
+    monkeypatch.setattr(type(rag._folder), "embedder", longer)
+    with pytest.raises(ConfigError, match="vectors of 64 numbers, and the question's has 65"):
+        rag.search(QUESTION)
 
 
 def test_a_question_without_sources_is_declined_and_no_model_is_asked(rag, calls):

@@ -323,6 +323,10 @@ def test_documents_are_pending_until_marked(index):
     [
         ("---\ntitle: 'Install guide'\ntags: [a, b]\n---\n\n# Linux\n\nRun it.\n", "Install guide"),
         ('+++\ntitle = "Install guide"\n+++\n# Linux\n\nRun it.\n', "Install guide"),
+        (
+            "---\n# a comment\ntitle: >\n  Install\n  guide\n...\n# Linux\n\nRun it.\n",
+            "Install guide",
+        ),
         ("---\r\ndate: 2026-01-01\r\n---\r\n# Linux\r\n\r\nRun it.\r\n", "Linux"),
     ],
 )
