@@ -161,8 +161,8 @@ class FrameworkModel(_Fields):
         """What is saved has no secret."""
         if isinstance(value, Mapping):
             return {name: _HIDDEN if name == "token" else one for name, one in value.items()}
-        is_secret = isinstance(value, SecretStr) or (value is not None and "@" in value)
-        return _HIDDEN if is_secret else value
+        is_key = isinstance(value, SecretStr)
+        return _HIDDEN if is_key or any(mark in (value or "") for mark in "@?") else value
 
     @field_validator("signing_key", *_SECRETIVE)
     @classmethod

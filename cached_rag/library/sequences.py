@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -161,7 +162,8 @@ class Sequences:
         self.keeps_repaired = keeps_repaired
         self._disk = disk
         self._kept: list[PromptKV] = []  # least recently used first
-        self._brought: list[PromptKV] = []  # of these, as much as was needed of some on disk
+        # Of these, as much as was needed of some on disk.
+        self._brought: WeakSet[PromptKV] = WeakSet()
         self._lock = threading.RLock()  # as in `WriteBack`
         self._has_told = False
 
@@ -203,7 +205,7 @@ class Sequences:
                 if brought is not None and length > most[0]:
                     best, most = brought, (length, 0)
                     self._kept.append(brought)
-                    self._brought = [one for one in self._brought if one in self._kept] + [brought]
+                    self._brought.add(brought)
             if best is not None:
                 self._kept.remove(best)
                 self._kept.append(best)
