@@ -212,8 +212,12 @@ class Journal:
                 path.write_text(head + "\n", encoding="utf-8")
 
     def _load(self, head: str) -> None:
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        if not lines or lines[0].strip() != head:
+        text = self.path.read_text(encoding="utf-8", errors="replace")
+        if (head + "\n").startswith(text):  # interrupted while it was begun
+            self.path.write_text(head + "\n", encoding="utf-8")
+            return
+        lines = text.splitlines(keepends=True)
+        if lines[0].strip() != head:
             raise EvaluationError(
                 f"{self.path} was written by a run with another model or other settings; "
                 "delete it, or give another --journal"
@@ -221,11 +225,14 @@ class Journal:
         for number, line in enumerate(lines[1:], 2):
             try:
                 self._keep(json.loads(line))
-            except (ValueError, KeyError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 if number < len(lines) or line.endswith("\n"):
                     raise EvaluationError(f"{self.path}, line {number}: {error}") from error
                 # The last line was being written when the run was interrupted.
                 self.path.write_text("".join(lines[:-1]), encoding="utf-8")
+                return
+        if not text.endswith("\n"):
+            self.path.write_text(text + "\n", encoding="utf-8")
 
     def _keep(self, row: dict[str, Any]) -> None:
         self._rows[row["data"], row["example"], row["method"], row["ratio"]] = row

@@ -105,9 +105,11 @@ class NamedArguments:
             return [f"{name}: {body} {mark(end)}", *one, _NAME_RULE, *notation]
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         rules = [f"{name}: {name}_first0 {mark(end)}"]
+        required = schema.get("required")
+        needed = required if isinstance(required, list | tuple) else ()
         for at, (key, part) in enumerate(listed.items()):
             own = {**shared, **part} if isinstance(part, Mapping) else shared
-            optional = "" if key in schema.get("required", ()) else "?"
+            optional = "" if key in needed else "?"
             rest, skipped = f"{name}_more{at + 1}", f" | {name}_first{at + 1}" if optional else ""
             rules += [
                 f"{name}_first{at}: {name}_{at} {rest}{skipped}",

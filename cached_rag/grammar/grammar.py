@@ -228,7 +228,7 @@ class _Simplifier:
 
     def _is_quick(self, multiple: float) -> bool:
         """Whether it is held: parts of a schema may apply to one number, so they count together."""
-        if not multiple or not math.isfinite(multiple):
+        if not multiple or (isinstance(multiple, float) and not math.isfinite(multiple)):
             return True  # no multiple at all, which the library says
         together = math.lcm(self._multiple, _in_last_digits(multiple))
         if together > _MOST_REMAINDERS:

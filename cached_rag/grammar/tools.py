@@ -263,8 +263,8 @@ def read_answer(
 ) -> tuple[str, list[ToolCall]]:
     """What an answer says before its calls, and the calls.
 
-    Small models forget the mark before a call. So an answer that is nothing but a call of a known
-    tool without its mark is read as that call.
+    Small models forget the mark before a call. So an answer that begins with a call of a known tool
+    without its mark is read as that call, and those behind it.
 
     Args:
         text: the answer without its thought, control tokens included.
@@ -276,12 +276,6 @@ def read_answer(
     schemas = {_name(tool): _parameters(tool) for tool in tools}
     if is_forced and start.startswith(text):
         return "", []
-    said, found, rest = text.partition(start)
-    if found:
-        calls = form.read(rest, schemas)
-        if _are_known(calls, schemas):
-            return said.rstrip(), calls
-        return text, []
     alone, brace = text.lstrip(), form.begin.find("{")
     unmarked = form.begin[brace:] if brace >= 0 else ""
     if unmarked and alone.startswith(unmarked):
@@ -290,7 +284,13 @@ def read_answer(
         may_begin = not is_over and any((name + form.middle).startswith(rest) for name in schemas)
         if _are_known(calls, schemas) and (calls or may_begin):
             return "", calls
-    elif unmarked and not is_over and unmarked.startswith(alone):
+    said, found, rest = text.partition(start)
+    if found:
+        calls = form.read(rest, schemas)
+        if _are_known(calls, schemas):
+            return said.rstrip(), calls
+        return text, []
+    if unmarked and not is_over and unmarked.startswith(alone):
         return "", []
     held = 0 if is_over else overlap(text, start)
     return text[: len(text) - held], []

@@ -18,7 +18,7 @@ from typing import TypeVar
 from urllib.parse import quote
 from weakref import WeakSet
 
-from cachetools import LRUCache, TTLCache
+from cachetools import TTLCache
 
 from cached_rag.config import CODEC_NAMES, StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError
@@ -34,6 +34,8 @@ _T = TypeVar("_T")
 BUFFER_BYTES, _HELD_UP_S = 256 << 20, 20.0
 # Names that were not there are not asked for again for so long, and so many of them are remembered.
 _MISSING_S, _MOST_MISSING = 10.0, 1 << 16
+# How long a value that is of no use is not asked for again: another machine may write it anew.
+_BAD_S = 300.0
 # Sending goes on after a failure, unless the pause that it asks for is longer than this.
 _PATIENCE_S = 4.0
 # How long a tenant that is closed waits for what it offered.
@@ -80,7 +82,7 @@ class RemoteTier:
         self._uploads = Outbox(self._send, BUFFER_BYTES, _HELD_UP_S)
         # Names that lately had no value, and names whose value is of no use.
         self._missing: TTLCache[str, None] = TTLCache(_MOST_MISSING, _MISSING_S)
-        self._bad: LRUCache[str, None] = LRUCache(_MOST_MISSING)
+        self._bad: TTLCache[str, None] = TTLCache(_MOST_MISSING, _BAD_S)
         self._noting = threading.Lock()
         _OPEN.add(self)
 
@@ -282,7 +284,7 @@ class RemoteTier:
         with self._noting:
             return [name for name in names if name not in self._missing and name not in self._bad]
 
-    def _note(self, where: LRUCache[str, None] | TTLCache[str, None], names: list[str]) -> None:
+    def _note(self, where: TTLCache[str, None], names: list[str]) -> None:
         with self._noting:
             where.update(dict.fromkeys(names))
 

@@ -166,7 +166,7 @@ class ObjectBlobs:
 
     def _get(self, name: str, most_bytes: int) -> bytes | None:
         try:
-            found = self._store.get(name, options={"range": (0, most_bytes)})
+            found = self._store.get(name)  # a range of an empty object would be an error
         except FileNotFoundError:  # obstore's NotFoundError is one
             return None
         data = bytearray()
@@ -288,12 +288,16 @@ class RedisBlobs:
 
 
 def _replies(pipe: Any, kind: type, count: int) -> list[Any]:
-    """What a pipeline comes to.
+    """What a pipeline comes to; False for what is no value of this library.
 
     Raises:
         OSError: it is not so many replies of this kind.
     """
-    found = pipe.execute()
+    import redis
+
+    found = pipe.execute(raise_on_error=False)
+    if isinstance(found, list):  # a key of another type is one error, and takes no other with it
+        found = [kind() if isinstance(one, redis.ResponseError) else one for one in found]
     if not (isinstance(found, list) and [type(one) for one in found] == [kind] * count):
         raise OSError("its reply is none to what it was asked")
     return found

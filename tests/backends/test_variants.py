@@ -79,6 +79,15 @@ def test_an_adapter_is_merged_into_the_weights(model_folder, adapter):
         assert engine.model.fingerprint != plain.model.fingerprint
 
 
+@pytest.mark.parametrize("damage", [b"", b"x" * 40, None])
+def test_a_damaged_adapter_is_named(model_folder, adapter, tmp_path, damage):
+    folder = shutil.copytree(adapter, tmp_path / "cut")
+    weights = next(folder.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-40] if damage is None else damage)
+    with pytest.raises(ModelError, match=r"the adapter .*cut cannot be merged"):
+        Engine.load(model_folder, adapter=str(folder), **CPU)
+
+
 def test_no_kv_is_shared_with_another_adapter(model_folder, adapter, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(adapter, other)

@@ -224,6 +224,18 @@ def test_an_interrupted_run_goes_on_where_it_stopped(data, tmp_path):
             assert resumed[name] == whole[name]
 
 
+@pytest.mark.parametrize("left", ["", '{"run": {"au', "whole but for the line feed"])
+def test_a_journal_is_written_on_wherever_it_was_cut(data, tmp_path, left):
+    rows, journal = run(data, tmp_path, ["reuse"], limit=2)
+    whole = journal.path.read_text()
+    journal.path.write_text(whole[:-1] if "whole" in left else left)
+    again, journal = run(data, tmp_path, ["reuse", "epic"], limit=2)
+    assert [row["n"] for row in again] == [2, 2, 2]
+    assert again[0]["nll"] == rows[0]["nll"]
+    _, journal = run(data, tmp_path, ["reuse", "epic"], limit=2)
+    assert len(list(journal.rows())) == 6
+
+
 def test_another_file_of_the_same_name_is_measured_anew(data, tmp_path):
     (first,), _ = run(data, tmp_path, ["full"])
     other = tmp_path / "other" / data.name

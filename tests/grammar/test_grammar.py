@@ -327,6 +327,7 @@ def numbers(multiples):
         {"type": "object", "$defs": numbers([999_983]), "$ref": "#/$defs/0"},
         {"allOf": [*numbers([997, 991, 983]).values()]},
         {"type": "integer", "multipleOf": 31_536_000.0},
+        {"type": "integer", "multipleOf": 10**400},
         {"$defs": {"enum": numbers([999_983])}, "$ref": "#/$defs/enum/0"},
         {"zz": {"properties": {"const": {"a": 1}}} | numbers([999_983])["0"], "$ref": "#/zz"},
         {"type": "object", "properties": numbers(range(4000, 5000))},

@@ -296,6 +296,18 @@ def test_json_that_begins_like_a_call_comes_as_it_is_made():
     assert unmarked.has_calls
 
 
+def test_a_call_without_its_mark_is_read_beside_those_that_have_it():
+    tools = Tools(tokenization("hermes"), TOOLS)
+    call = '{"name": "now", "arguments": {}}\n</tool_call>'
+    text = f"{call}\n<tool_call>\n{call}"
+    assert [one.name for one in tools.read(text)[1]] == ["now", "now"]
+    growing = tools.growing()
+    parts = [part for piece in text for part in growing.push(piece)[1]]
+    assert [(part.index, part.name) for part in parts if part.name] == [(0, "now"), (1, "now")]
+    written = ["".join(p.arguments for p in parts if p.index == at) for at in (0, 1)]
+    assert written == ["{}", "{}"]
+
+
 def typed(kind):
     return {"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}
 

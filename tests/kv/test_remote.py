@@ -120,6 +120,27 @@ def offer(tier: RemoteTier, *modules: ModuleKV, namespace="") -> None:
     assert tier.drain() == 0
 
 
+def test_a_value_of_no_bytes_takes_no_other_with_it(url, tiers):
+    here, there, (a, b) = tiers(url), tiers(url), [module(n) for n in (1, 2)]
+    offer(here, a, b)
+    here._transport.put(here._name("", key(1)), b"")
+    assert fetch(there, a, b).keys() == {key(2)}
+    assert there.pause_s == 0
+
+
+def test_a_key_of_another_type_takes_no_other_with_it(redis_at, tiers):
+    url = f"redis://127.0.0.1:{redis_at.port}/0"
+    here, there, (a, b) = tiers(url), tiers(url), [module(n) for n in (1, 2)]
+    offer(here, a, b)
+    client = redis.Redis(port=redis_at.port)
+    (name,) = client.keys(f"*{here._name('', key(1))}")
+    client.delete(name)
+    client.lpush(name, "of somebody else")
+    assert fetch(there, a, b).keys() == {key(2)}
+    assert there.pause_s == 0
+    client.delete(name)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_one_machine_sends_another_gets(url, tiers, dtype):
     here, there, (a, b, c) = tiers(url), tiers(url), [module(n, dtype) for n in (1, 2, 3)]

@@ -280,7 +280,9 @@ def merge_adapter(model: Any, name: str) -> Any:
         if wanted != held:  # peft leaves such weights out, or makes them up
             raise ValueError(f"its weights are of other layers: {sorted(wanted ^ held)[:3]}")
         return adapted.merge_and_unload()
-    except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged file can be an error of many kinds
         raise ModelError(
             f"the adapter {name} cannot be merged into the model: {' '.join(str(error).split())}. "
             f"Give the model it was trained on, which {_CONFIG} names, or leave the adapter out"
