@@ -86,8 +86,8 @@ def prepare(prompt: Prefilling) -> None:
             plan, method, notes = plan.taking(Takes.NOTHING), Full(), [*notes, objection]
     prompt.plan, prompt.method, prompt.repair = plan, method, repair_mark(method)
     prompt.exact_length = exact_length(prompt, plan)
-    if not plan.is_exact:
-        notes = [*notes, *_reconsider(prompt)]
+    if isinstance(method, Auto) and not plan.is_exact:
+        notes = [*notes, *_reconsider(prompt, method)]
     if harvested := prompt.plan.harvested_from(0):
         notes = [
             *notes,
@@ -99,22 +99,23 @@ def prepare(prompt: Prefilling) -> None:
         report.method = spelled(method)
 
 
-def _reconsider(prompt: Prefilling) -> list[str]:
+def _reconsider(prompt: Prefilling, method: Auto) -> list[str]:
     """Drop approximate KV of which the method would compute all anew; returns notes for the user.
 
     So nothing is placed in vain, and what is computed is full prefill's, which others may share.
     """
-    method, beginning = prompt.method, prompt.kept_beginning()
+    beginning = prompt.kept_beginning()
     layout = _layout(prompt, prompt.plan.starting_from(beginning.pieces(prompt.tokens.ids)))
-    if method.taken(layout) is Takes.EXACT:
+    share = method.share(layout)
+    if share <= method.recompute_ratio:
+        return []
+    if share == 1.0:
         prompt.plan = prompt.plan.taking(Takes.EXACT)
         prompt.exact_length = exact_length(prompt, prompt.plan)
         prompt.report.modules_missed += len(prompt.plan.harvested)
-    if not isinstance(method, Auto) or method.share(layout) <= method.recompute_ratio:
-        return []
     return [
         "these chunks are full of entries that differ in a name or a number, so "
-        f"{method.share(layout):.0%} of them is recomputed, so that the right one is read; fewer "
+        f"{share:.0%} of them is recomputed, so that the right one is read; fewer "
         "chunks take less time"
     ]
 

@@ -199,10 +199,6 @@ class Selector(ABC):
         if hasattr(self, "recompute_ratio"):
             check_range(self, 0, 1, "recompute_ratio")
 
-    def taken(self, layout: Layout) -> Takes:
-        """What it uses of one prompt's KV: less than `takes` where it would compute all anew."""
-        return self.takes
-
     @abstractmethod
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """(seq_len,) bool: rows computed in layer 0; must contain `layout.fresh`."""

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from cached_rag.methods.base import Layout, QuestionSelector, Selector, Takes, top_rows
+from cached_rag.methods.base import Layout, QuestionSelector, Selector, top_rows
 from cached_rag.methods.reuse import Epic
 from cached_rag.options import check_range, require
 
@@ -241,10 +241,6 @@ class Auto(AnchorFlow):
         """Whether the model is so small that it would read some answers from the wrong entry."""
         is_partly = int(layout.reused.sum()) <= _SHORT and layout.repeating > _PARTLY
         return layout.num_weights < self.least_weights and (is_partly or layout.is_alike)
-
-    def taken(self, layout: Layout) -> Takes:
-        """Only what is exact if all else is to be recomputed."""
-        return Takes.EXACT if self.share(layout) == 1.0 > self.recompute_ratio else self.takes
 
     def budget(self, layout: Layout) -> int:
         """How many reused tokens are recomputed besides the anchors."""

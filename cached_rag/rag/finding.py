@@ -283,12 +283,13 @@ class Roots:
             DocumentError: another folder or file has that name already.
             ConfigError: the name has slashes, or is empty.
         """
-        known = {root.name: root.path for root in self.all()}
+        roots = self.all()
+        known = {root.name: root.path for root in roots}
         if name is not None:
             root = Root(_checked(name, path), path)
             self._check_is_free(root, known)
             return root
-        holding = [root for root in self.all() if root.source(path) is not None]
+        holding = [root for root in roots if root.source(path) is not None]
         if holding:
             return max(holding, key=lambda root: len(root.path.parts))
         root = Root(_checked(path.name, path), path)

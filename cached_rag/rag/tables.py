@@ -41,7 +41,6 @@ _MOST_DECIMALS = 15
 # Enough to see what stands between values.
 _SAMPLE = 1 << 13
 _BETWEEN = ",;\t|"
-_RARER = "\t;|"
 _NOTHING = "\x1f"  # in no text, see `document.py`
 # What the elements of OpenDocument are in HTML, and those that are not shown.
 _TAGS = {
@@ -102,7 +101,7 @@ def _between(source: str) -> str:
     lines = source[:_SAMPLE].splitlines()
     if len(source) > _SAMPLE:  # the last one may be cut
         del lines[-1]
-    for mark in _RARER:
+    for mark in _BETWEEN.strip(","):
         widths = {len(row) for row in csv.reader(lines, delimiter=mark) if row}
         if len(widths) == 1 and widths != {1}:
             return mark  # else a comma in each value would count as much
