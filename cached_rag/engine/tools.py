@@ -13,7 +13,7 @@ from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import GenerationConfig
 from cached_rag.errors import ConfigError
 from cached_rag.grammar.call_form import ToolCall
-from cached_rag.grammar.grammar import Grammar
+from cached_rag.grammar.grammar import Grammar, overlap
 from cached_rag.grammar.thought import ThoughtForm
 from cached_rag.grammar.tools import ToolChoice, check_text, read_answer, tool_grammar
 
@@ -147,9 +147,13 @@ class Tools:
         if form is None:
             return "", text
         thought, rest = form.read(text, is_open=self._begins_thought, is_over=is_over)
-        if is_over and not rest and self.is_offered:  # it may call without an end of its thought
-            thought, start, call = thought.partition(self.tokenization.template.call_form.start)
-            rest = start + call
+        if not rest and self.is_offered:  # it may call without an end of its thought
+            begin = self.tokenization.template.call_form.start
+            thought, start, call = thought.partition(begin)
+            if is_over:
+                rest = start + call
+            elif not start:
+                thought = thought[: len(thought) - overlap(thought, begin)]
         return thought.strip(), rest
 
     @cached_property

@@ -195,10 +195,17 @@ def check_question(text: str) -> None:
 
 
 def _reranked(reranker: Reranker, text: str, hits: Sequence[Hit]) -> list[Hit]:
-    scores = list(reranker(text, [hit.text for hit in hits]))
-    if len(scores) != len(hits):
-        raise ConfigError(f"the reranker gave {len(scores)} scores for {len(hits)} texts")
-    ranked = sorted(zip(scores, hits, strict=True), key=lambda one: -float(one[0]))
+    given = list(reranker(text, [hit.text for hit in hits]))
+    try:
+        scores = [float(score) for score in given]
+    except (TypeError, ValueError):
+        scores = []
+    if len(scores) != len(hits) or any(map(math.isnan, scores)):
+        raise ConfigError(
+            f"a reranker gives a number for each text, and this one gave {given!r:.100} for "
+            f"{len(hits)} texts"
+        )
+    ranked = sorted(zip(scores, hits, strict=True), key=lambda one: -one[0])
     return [hit for _, hit in ranked]
 
 

@@ -276,6 +276,13 @@ def test_an_answer_may_think_between_marks_and_then_call(name):
     call = text.template.call_form.written(ASKED[:1])
     for answer in (f"Let me see.{marks[0]}\n\n{call}", f"It is.{marks[0]} Yes."):
         assert accepts(tools, answer)
+    # Without the mark the thought has no end, and no piece of the call is shown as one of it.
+    growing, thoughts = Tools(text, TOOLS).growing(), ""
+    for piece in [*f"Let me see.\n\n{call}", ""]:
+        growing.push(piece, is_over=not piece)
+        thoughts += growing.new_thought
+    assert growing.has_calls
+    assert thoughts in ("", "Let me see.")
     answer = f"Let me see.{marks[0]}\n\n{call}"
     said, calls = tools.read(answer)
     thinks = name in ("qwen", "glm")  # the prompt begins the thought

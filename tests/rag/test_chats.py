@@ -229,9 +229,10 @@ def test_a_reranker_decides_among_the_candidates(rag, opened):
     shortest = min((hit.text for hit in rag.search(FIRST, 3)), key=len)
     assert [hit.text for hit in other.search(FIRST, 1)] == [shortest]
     assert seen == [(FIRST, 3)]
-    wrong = opened(sequence_bytes=0, reranker=lambda question, texts: [1.0], candidates=3)
-    with pytest.raises(ConfigError, match="1 scores for 3 texts"):
-        wrong.search(FIRST, 1)
+    for scores in ([1.0], ["far"] * 3, [1.0, 2.0, None], [1.0, 2.0, float("nan")]):
+        wrong = opened(sequence_bytes=0, reranker=lambda *_, now=scores: now, candidates=3)
+        with pytest.raises(ConfigError, match="a number for each text.* for 3 texts"):
+            wrong.search(FIRST, 1)
 
 
 def _interrupted():
