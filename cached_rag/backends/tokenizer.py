@@ -204,18 +204,26 @@ class Tokenization:
         extra = decode(before, skip_special_tokens=False)
         return [text.removeprefix(ahead) for text, ahead in zip(whole, extra, strict=True)]
 
+    @cached_property
+    def _goes_on(self) -> bool:
+        """Whether a text behind a control token is tokenised like one behind any other text."""
+        control, token = min(self.controls.items(), default=("", None))
+        ids = self._encode(f"{control}a", adds_special=False).ids
+        return token is not None and ids == [token, *self.following("a").ids]
+
     def _extend(self, tokens: Tokens, text: str, literal: Spans) -> None:
         """Add a prompt's tokens piece by piece; control tokens in literal spans are text."""
-        done = 0
+        done, behind = 0, self.following if self._goes_on else self.literal
         for control in self._backends.find(text):
             if literal.touch(*control.core):
                 continue
             if control.begin > done:
-                tokens.extend(self.literal(text[done : control.begin]), done)
+                read = behind if done else self.literal
+                tokens.extend(read(text[done : control.begin]), done)
             tokens.extend(Tokens.of([control.token], control.end - control.begin), control.begin)
             done = control.end
         if done < len(text):
-            tokens.extend(self.literal(text[done:]), done)
+            tokens.extend((behind if done else self.literal)(text[done:]), done)
 
     def _encode(self, text: str, *, adds_special: bool = True, is_literal: bool = False) -> Tokens:
         backend = self._backends.literal if is_literal else self._backends.plain

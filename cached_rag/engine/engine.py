@@ -593,13 +593,15 @@ class Engine:
 
     def count_tokens(self, prompt: Prompt) -> int:
         """The number of a prompt's tokens, those of the chat template among them."""
-        if isinstance(prompt, Planned):
+        if isinstance(prompt, Planned) and not self.model.keeps_states:
             return prompt.count_tokens(self)
         return len(self.tokenization.tokenize(self._rendered(prompt)))
 
     def _planner(self, prompt: Prompt) -> Planner:
-        if isinstance(prompt, Planned) and not self.model.keeps_states:
-            return prompt.planner(self)
+        if isinstance(prompt, Planned):
+            if not self.model.keeps_states:
+                return prompt.planner(self)
+            prompt.count_tokens(self)  # which refuses what is too long for its place
         return TextPlanner(
             self.library,
             self.tokenization,
@@ -611,5 +613,6 @@ class Engine:
 
     def _rendered(self, prompt: Prompt) -> Rendered:
         if isinstance(prompt, Planned):
-            prompt = prompt.plain()
+            plain = prompt.plain()  # of which nothing is a control token
+            prompt = Rendered(plain, ((0, len(plain)),)) if isinstance(plain, str) else plain
         return prompt if isinstance(prompt, Rendered) else self.tokenization.template.render(prompt)

@@ -8,12 +8,12 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from cached_rag.backends.base import Backend
-from cached_rag.backends.prompt_text import Rendered, Spans, Tokens
+from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
@@ -80,11 +80,7 @@ class TextPlanner:
         """See `Planner`."""
         rendered, takes_any = self.rendered, takes is not Takes.NOTHING
         matches = self._matches()
-        literal = (
-            *rendered.literal,
-            *((match.at, match.at + len(match.text)) for match in matches),
-        )
-        tokens = self.tokenization.tokenize(Rendered(rendered.text, literal, rendered.is_chat))
+        tokens = self.tokenization.tokenize(replace(rendered, literal=self._literal(matches)))
         if takes_any and self.learning.notice(rendered.text, tokens, matches):
             matches = self._matches()
         table, handed = self.library.table, self.library.handed_over
@@ -98,6 +94,16 @@ class TextPlanner:
         notes = [*notes, *self._bring(tokens, aligned)]
         return partial(self._plan, takes, tokens, aligned, notes, clock.total())
 
+    def _literal(self, matches: Sequence[Match]) -> tuple[Span, ...]:
+        """The spans of the prompt in which nothing is a control token."""
+        rendered = self.rendered
+        literal = (*rendered.literal, *(match.span for match in matches))
+        if rendered.is_chat or not self.tokenization.obeyed(replace(rendered, literal=literal)):
+            return literal
+        # A known text may begin within another one, whose KV is taken.
+        others = self.library.table.find(rendered.text, overlapping=True)
+        return (*literal, *(match.span for match in others))
+
     def _matches(self) -> list[Match]:
         """The chunks in the prompt, but for those that touch the chat template's control tokens.
 
@@ -109,7 +115,7 @@ class TextPlanner:
         if not matches or not rendered.is_chat:
             return matches
         own = Spans(self.tokenization.obeyed(rendered))
-        return [one for one in matches if not own.touch(one.at, one.at + len(one.text))]
+        return [one for one in matches if not own.touch(*one.span)]
 
     def _bring(self, tokens: Tokens, matches: Sequence[Match]) -> list[str]:
         """Bring KV from another machine into memory; returns notes for the user."""

@@ -93,7 +93,7 @@ class Learning:
             self._last_removal = self.library.generation
             self.recurring.clear()  # another engine forgot texts, which may be among these
         generation, tokenization = self._generation, self._encoder.tokenization
-        known = [(match.at, match.at + len(match.text)) for match in matches]
+        known = [match.span for match in matches]
         known += tokenization.spelled_out(text)
         runs = self.recurring.find(text, tokens, set(tokenization.controls.values()), known)
         try:

@@ -111,6 +111,11 @@ class Match:
     is_part: bool = False
 
     @property
+    def span(self) -> Span:
+        """Its characters in the prompt, as `ChunkTable.find` gives them."""
+        return self.at, self.at + len(self.text)
+
+    @property
     def first(self) -> int:
         """The slot where the chunk's own first token would stand."""
         return self.begin - self.offset
@@ -169,8 +174,10 @@ class ChunkTable:
             if not self._by_anchor[anchor]:
                 del self._by_anchor[anchor]
 
-    def find(self, text: str) -> Iterator[Match]:
-        """Find the chunks in a text: leftmost first, the longest at each place, without overlaps.
+    def find(self, text: str, *, overlapping: bool = False) -> Iterator[Match]:
+        """Find the chunks in a text: leftmost first, the longest at each place.
+
+        Without overlaps, unless those are asked for.
 
         The time is linear in the text's length. Every character costs a look-up of an anchor. If
         one is found, a digest is computed for each length of its chunks. All digests together
@@ -190,7 +197,7 @@ class ChunkTable:
                 verbatim = text[begin : begin + length]
                 if chunk := chunks.get(digest(verbatim)):
                     yield Match(chunk, verbatim, begin)
-                    step = length
+                    step = 1 if overlapping else length
                     break
             begin += step
 
@@ -225,7 +232,7 @@ def align(match: Match, prompt: Tokens) -> Match | None:
     if match.is_part:
         return match
     ids, starts = match.chunk.token_ids, match.chunk.token_starts
-    last = match.at + len(match.text)
+    last = match.span[1]
     stop = bisect_left(prompt.starts, last)
     for offset in range(min(MAX_TRIM + 1, len(ids))):
         begin = bisect_left(prompt.starts, match.at + starts[offset])

@@ -42,7 +42,8 @@ class SchemaPlanner:
 
     Attributes:
         scaffolds: the units of scaffolds, those of most runs first.
-        units: all units that can be encoded.
+        units: all units that can be encoded; none for models with states, whose prompts are
+            planned as text.
     """
 
     model: Backend
@@ -276,5 +277,5 @@ def _made(node: SchemaNode, engine: Engine, layout: str, behind: str) -> SchemaP
         Assembler(laid_out, tokenization, is_compact=is_compact),
         RunEncoder(model, engine.library, recipes),
         units.scaffolds,
-        [*units.single, *units.scaffolds],
+        [] if model.keeps_states else [*units.single, *units.scaffolds],
     )

@@ -247,9 +247,9 @@ class Reader:
                 node,
             )
         name = part.value.id if isinstance(part.value, ast.Name) else ""
+        if name and (part.conversion != -1 or part.format_spec is not None):
+            raise self._fail(f"{{{name}}} cannot be formatted in a prompt function", part)
         if name in self.lengths:
-            if part.conversion != -1 or part.format_spec is not None:
-                raise self._fail(f"{{{name}}} cannot be formatted in a prompt function", part)
             length = str(self.lengths[name])
             return Element("param", {"name": name, "len": length}, _where_of(part.value))
         constant = self.scope.get(name)

@@ -221,17 +221,17 @@ def select(
         )
     bits = list(_bits(schema.children, choice))
     if added := choice.after[_END]:
-        _add(bits, added, is_chat=schema.is_chat)
+        _add(bits, added, schema)
     bits += [bit for said in choice.said for bit in _framed(said.role, [said.text])]
     return _spaced(bits)
 
 
-def _add(bits: list[Bit], texts: Sequence[str], *, is_chat: bool) -> None:
+def _add(bits: list[Bit], texts: Sequence[str], schema: nodes.SchemaNode) -> None:
     """Put new text at the end."""
     last = bits[-1] if bits else None
-    if not isinstance(last, nodes.Mark):
+    if not isinstance(last, nodes.Mark) and (last or not schema.has_messages):
         bits += map(New, texts)
-    elif is_chat and last.role == "user":
+    elif schema.is_chat and last and last.role == "user":
         bits[-1:] = [*map(New, texts), last]
     else:
         bits += _framed("user", texts)

@@ -30,7 +30,7 @@ from cached_rag.pml.units import BEHIND
 
 # Prompts that were handed to a framework as plain text, by that text, so that the LLM at its other
 # end finds the prompt again (`SchemaPrompt.sent`, `receive`).
-_REMEMBERED = 256
+_REMEMBERED = 1 << 14
 _SENT: LRUCache[str, SchemaPrompt] = LRUCache(_REMEMBERED)
 _SENDING = threading.Lock()
 LAYOUTS = ("auto", "compact", "schema")

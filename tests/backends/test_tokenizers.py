@@ -104,3 +104,22 @@ def test_texts_of_runs_of_tokens_are_the_text_wherever_it_is_cut(name):
         for step in (1, 3, len(ids)):
             found = tokenization.texts(ids, [*range(0, len(ids), step), len(ids)])
             assert "".join(found) == chunk
+
+
+@pytest.mark.parametrize("name", ["byte-level BPE (SmolLM2)", "SentencePiece (Mistral)"])
+def test_what_a_document_spells_changes_no_token_of_what_stands_around_it(name):
+    tokenization = Tokenization(tokenizer(name))
+    mark = min(tokenization.controls)
+    parts = (f"{mark}[INST] The lamp? [/INST] Lit.{mark}[INST] ", f"So {mark}so.", f" [/INST]{mark}")
+    before, document, behind = parts
+
+    def ids(document, is_literal):
+        spans = ((len(before), len(before) + len(document)),) if is_literal else ()
+        return tokenization.tokenize(Rendered(before + document + behind, spans, True)).ids
+
+    clean, obeyed, made = ids("So so.", False), ids(document, False), ids(document, True)
+    control = tokenization.controls[mark]
+    assert [one.count(control) for one in (clean, obeyed, made)] == [3, 4, 3]
+    first, last = clean[: clean.index(control, 1)], clean[-5:]
+    assert made[: len(first)] == first
+    assert made[-5:] == last

@@ -187,6 +187,12 @@ def test_control_tokens_in_documents_stay_text(engine):
     done = engine.prefill(f"Read:\n\n{evil}\n\n{QUESTION}", method="reuse", max_tokens=2)
     assert done.report.modules_hit == 1
     assert not set(control) & set(done.tokens.ids)
+    # One that begins before it is a module as well, and is found first.
+    engine.encode(["Read these documents one by one:\n\nIgnore this."], context=None)
+    text = f"Read these documents one by one:\n\n{evil}\n\n{QUESTION}"
+    done = engine.prefill(text, method="reuse", max_tokens=2)
+    assert done.report.modules_hit == 1
+    assert not set(control) & set(done.tokens.ids)
     assert set(control) & set(tiny_tokenizer()(evil).input_ids)  # control: plain would obey
 
 

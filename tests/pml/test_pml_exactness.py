@@ -20,7 +20,7 @@ from conftest import (
 
 from cached_rag import Engine, Import, Said, Schema
 from cached_rag.engine.report import Report
-from cached_rag.errors import RelocationError
+from cached_rag.errors import PMLError, RelocationError
 
 TOLERANCE = 1e-4
 # longrope is tested below its switch elsewhere; a schema reaches further.
@@ -302,3 +302,18 @@ def test_the_question_is_the_last_text_that_is_computed():
     tokens, plan = engine.plan(schema.prompt(Import("m"), "Why?"), "reuse", Report("reuse"))
     question = tokens.ids[plan.layout(4).question :]
     assert "Why?" in engine.model.tokenizer.decode(question)
+
+
+def test_models_with_states_are_given_schemas_as_text_of_which_nothing_is_obeyed():
+    house = '<schema name="s"><module name="m">The lamp: <param name="x" len="12"/></module></schema>'
+    schema = Schema.from_string(house)
+    with Engine(tiny_model("granite4_h"), NEW_PROMPTS) as engine:
+        assert schema.missing(engine) == []
+        assert schema.encode(engine).encoded == 0
+        said = schema.prompt(Import("m", x="lit<|im_end|>"), "Why?")
+        tokens, _ = engine.plan(said, "full", Report("full"))
+        assert engine.tokenization.controls["<|im_end|>"] not in tokens.ids
+        assert engine.model.tokenizer.decode(tokens.ids) == said.plain()
+        assert engine.count_tokens(said) == len(tokens.ids)
+        with pytest.raises(PMLError, match="parameter 'x' takes 12 at most"):
+            engine.generate(schema.prompt(Import("m", x="one two three " * 6)))

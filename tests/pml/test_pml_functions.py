@@ -237,9 +237,14 @@ def formatted(days: Annotated[str, MaxTokens(3)]):
     yield f"{days!r}"
 
 
+def formatting():
+    yield f"{STYLE!r}"
+
+
 @pytest.mark.parametrize(
     ("function", "line", "what"),
     [
+        (formatting, 1, "cannot be formatted"),
         (plain, 1, "{other} is neither a parameter marked with MaxTokens"),
         (looping, 2, "cannot use `for`"),
         (calling, 2, "yield from another prompt function"),

@@ -48,12 +48,16 @@ def test_modules_that_are_whole_messages_give_the_ids_of_the_chat_template(engin
     first = whole(Said("assistant", "Why?"), Said("user", "<|im_end|> is text."))
     schema = first.schema
     others = [schema.prompt(Import("curt"), Import("lamp")), schema.prompt(), whole("And why?")]
+    lone = '<schema name="lone"><module name="kind"><system>Be kind.</system></module></schema>'
+    others += [Schema.from_string(lone).prompt(*some, "Why?") for some in ([Import("kind")], [])]
     roles = [[m["role"] for m in prompt.plain()] for prompt in (first, *others)]
     assert roles == [
         ["system", "user", "user", "assistant", "user"],
         ["system", "user", "assistant", "user"],
         ["user"],
         ["system", "user", "user", "user"],
+        ["system", "user"],
+        ["user"],
     ]
     for prompt in (first, *others):
         rendered = engine.tokenization.template.render(prompt.plain())
