@@ -218,21 +218,22 @@ class Engine:
         Doing it again changes nothing.
 
         Args:
-            finish_seconds: how long the encoding may take; None for `StoreConfig.finish_seconds`.
+            finish_seconds: how long the encoding may take, and what is computed just now; None for
+                `StoreConfig.finish_seconds`.
                 Ctrl-C ends it sooner.
         """
         if self._is_closed:
             return
         self._is_closed = True
+        seconds = self.settings.finish_seconds if finish_seconds is None else finish_seconds
+        deadline = time.monotonic() + seconds
         if self._owns_scheduler:
-            self.scheduler.close()
+            self.scheduler.close(seconds)
         else:
-            self.scheduler.cancel_all(lambda one: one.prompt.resources is self._resources)
+            self.scheduler.cancel_all(lambda one: one.prompt.resources is self._resources, seconds)
         with _SHARING:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
-        seconds = self.settings.finish_seconds if finish_seconds is None else finish_seconds
-        deadline = time.monotonic() + seconds
         archive = self._resources.archive if self._owns_scheduler else None
         try:
             self._resources.learning.close(seconds)

@@ -128,16 +128,27 @@ class Scheduler:
         self._forgotten.append((kept, namespace, text_digest, token_ids))
         self._sweep_if_free()
 
-    def close(self) -> None:
-        """Cancel all requests, and take no others."""
+    def close(self, seconds: float) -> None:
+        """Cancel all requests, as `cancel_all` does, and take no others."""
         self._is_closed = True
-        self.cancel_all(lambda _: True)
+        self.cancel_all(lambda _: True, seconds)
 
-    def cancel_all(self, is_meant: Callable[[Request], bool]) -> None:
-        """Cancel some of the requests, also one that is just being prefilled."""
+    def cancel_all(self, is_meant: Callable[[Request], bool], seconds: float) -> None:
+        """Cancel some of the requests, also one that is just being prefilled.
+
+        What they leave is kept, if the turn that is being made ends in time. Not within a turn.
+
+        Args:
+            seconds: how long to wait for that.
+        """
         for request in list(self._open):
             if is_meant(request):
                 self.cancel(request)
+        if self._turning.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            try:
+                self._sweep()
+            finally:
+                self._turning.release()
 
     # The life of a request: admit, run, take, finish -----------------------------------------
 

@@ -70,6 +70,7 @@ class Tools:
     def __post_init__(self) -> None:
         if not self.tools and self.choice not in ("auto", "none"):
             raise ConfigError(f"tools are to be called ({self.choice}), and there is none")
+        check_text(self.tools)
 
     @property
     def is_offered(self) -> bool:

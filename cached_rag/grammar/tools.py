@@ -7,6 +7,7 @@ of calls; knows no model.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
@@ -55,10 +56,10 @@ def checked(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_text(value: Any, depth: int = 0) -> None:
-    """See that all texts in tools and the like can be encoded, and that they are not deep.
+    """See that tools and the like are JSON whose texts can be encoded, and that they are not deep.
 
     Raises:
-        ConfigError: half of a surrogate pair, which no tokenizer takes; or more than 64 levels.
+        ConfigError: half of a surrogate pair, which no tokenizer takes; NaN; more than 64 levels.
     """
     if depth > _DEEPEST:
         raise ConfigError(
@@ -72,6 +73,8 @@ def check_text(value: Any, depth: int = 0) -> None:
             raise ConfigError(
                 "half of a surrogate pair stands alone; send whole characters"
             ) from error
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{value} is no number of JSON; send a finite one")
     elif isinstance(value, Mapping):
         for key, part in value.items():
             check_text(str(key), depth)

@@ -343,7 +343,8 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
 
     def __del__(self) -> None:
         if self._ended is not None:
-            self.close()
+            self.stream.cancel()  # without waiting: the collector may run within a turn
+            self._end(is_whole=False)
 
     def _end(self, *, is_whole: bool) -> None:
         ended, self._ended = self._ended, None

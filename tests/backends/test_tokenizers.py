@@ -110,8 +110,8 @@ def test_texts_of_runs_of_tokens_are_the_text_wherever_it_is_cut(name):
 def test_what_a_document_spells_changes_no_token_of_what_stands_around_it(name):
     tokenization = Tokenization(tokenizer(name))
     mark = min(tokenization.controls)
-    parts = (f"{mark}[INST] The lamp? [/INST] Lit.{mark}[INST] ", f"So {mark}so.", f" [/INST]{mark}")
-    before, document, behind = parts
+    before, behind = f"{mark}[INST] The lamp? [/INST] Lit.{mark}[INST] ", f" [/INST]{mark}"
+    document = f"So {mark}so."
 
     def ids(document, is_literal):
         spans = ((len(before), len(before) + len(document)),) if is_literal else ()

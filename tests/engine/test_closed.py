@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 from conftest import CHUNKS, tiny_model
@@ -93,11 +94,26 @@ def test_closing_ends_an_answer_that_is_just_being_prefilled():
     asking = threading.Thread(target=ask)
     asking.start()
     assert slow.began.wait(60)
-    engine.close()
+    engine.close(finish_seconds=0.1)
     slow.goes_on.set()
     asking.join(60)
     assert found[0].finish_reason == "cancelled"
     assert len(found[0].token_ids) < 10
+
+
+def test_what_an_answer_leaves_is_kept_when_its_engine_is_closed_elsewhere(tmp_path):
+    settings = StoreConfig(tmp_path, sequence_bytes=1 << 24)
+    engine = Engine(tiny_model("llama"), settings)
+    stream = engine.stream("Who keeps the lamp?" * 30, max_tokens=400, ignore_eos=True)
+    asking = threading.Thread(target=lambda: list(stream))
+    asking.start()
+    while len(stream.token_ids) < 9:
+        time.sleep(0.01)
+    engine.close()
+    asking.join(60)
+    assert stream.finish_reason == "cancelled"
+    with Engine(tiny_model("llama"), settings) as again:
+        assert again.generate("Who keeps the lamp?" * 30, max_tokens=2).report.kept_tokens > 9
 
 
 def test_closing_a_tenants_engine_ends_its_answers_and_no_others():

@@ -305,8 +305,8 @@ def test_the_question_is_the_last_text_that_is_computed():
 
 
 def test_models_with_states_are_given_schemas_as_text_of_which_nothing_is_obeyed():
-    house = '<schema name="s"><module name="m">The lamp: <param name="x" len="12"/></module></schema>'
-    schema = Schema.from_string(house)
+    module = '<module name="m">The lamp: <param name="x" len="12"/></module>'
+    schema = Schema.from_string(f'<schema name="s">{module}</schema>')
     with Engine(tiny_model("granite4_h"), NEW_PROMPTS) as engine:
         assert schema.missing(engine) == []
         assert schema.encode(engine).encoded == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import threading
 from itertools import pairwise
 
 import pytest
@@ -116,6 +118,22 @@ def test_an_answer_that_is_dropped_or_still_open_ends_with_the_next_question(rag
     chat.ask("and bees?", max_tokens=2)
     assert list(stream) == []
     assert [answer.text for answer in chat.history][:2] == [piece, taken]
+
+
+def test_the_collector_may_drop_an_answer_within_a_turn(rag, monkeypatch):
+    chat = rag.chat(k=1, condense=False, max_tokens=30)
+    cycle = [chat.stream(FIRST)]
+    piece = next(cycle[0])
+    cycle.append(cycle)
+    scheduler = rag.engine.scheduler
+    turned = scheduler._run
+    monkeypatch.setattr(scheduler, "_run", lambda work: (gc.collect(), turned(work)))
+    del cycle
+    asking = threading.Thread(target=rag.ask, args=[SECOND], kwargs={"max_tokens": 2}, daemon=True)
+    asking.start()
+    asking.join(60)
+    assert not asking.is_alive()
+    assert [answer.text for answer in chat.history] == [piece]
 
 
 class Failing:
@@ -231,7 +249,7 @@ def test_a_reranker_decides_among_the_candidates(rag, opened):
     assert seen == [(FIRST, 3)]
     for scores in ([1.0], ["far"] * 3, [1.0, 2.0, None], [1.0, 2.0, float("nan")]):
         wrong = opened(sequence_bytes=0, reranker=lambda *_, now=scores: now, candidates=3)
-        with pytest.raises(ConfigError, match="a number for each text.* for 3 texts"):
+        with pytest.raises(ConfigError, match=r"a number for each text.* for 3 texts"):
             wrong.search(FIRST, 1)
 
 

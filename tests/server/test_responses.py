@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import httpx
 import openai
@@ -154,3 +155,13 @@ def test_a_body_that_cannot_be_read_is_told_what_to_send(address, body, says):
     answer = httpx.post(f"{address}/v1/chat/completions", content=content, headers=headers)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"].startswith(says)
+
+
+@pytest.mark.parametrize("bad", [{"description": "\ud800"}, {"parameters": {"maximum": math.nan}}])
+def test_a_tool_that_is_no_json_is_refused_even_if_none_is_to_be_called(address, bad):
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}} | bad
+    body = {"model": NAME, "input": "Hi.", "tools": [tool], "tool_choice": "none"}
+    headers = {"content-type": "application/json"}
+    url, sent = f"{address}/v1/responses", json.dumps(body).encode()
+    answer = httpx.post(url, content=sent, headers=headers, timeout=60)
+    assert answer.status_code == 400, answer.text
