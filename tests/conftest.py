@@ -146,7 +146,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "llama4_text",
         _SIZES
         | {"head_dim": 16, "attention_chunk_size": _WINDOW, "intermediate_size_mlp": 128}
-        | {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0}
+        | {"floor_scale": 16, "attn_scale": 0.5},  # else no query is scaled before token 8192
     ),
     "longrope": ("phi3", _SIZES | {"pad_token_id": 0, "rope_parameters": _LONGROPE} | _SWITCH),
 }

@@ -199,7 +199,7 @@ def choose(
         if model.keeps_states and method.takes is Takes.ALL:
             rule.check(1, plan.length)  # else no chunk can be reused by itself
     except RelocationError as error:
-        if not method.gives_way:
+        if not method.gives_way and method.takes is Takes.ALL:
             raise
         notes.append(str(error))
         switched = model.rule.limit is not None and plan.length > model.rule.limit

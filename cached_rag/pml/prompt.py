@@ -229,10 +229,11 @@ def select(
 def _add(bits: list[Bit], texts: Sequence[str], schema: nodes.SchemaNode) -> None:
     """Put new text at the end."""
     last = bits[-1] if bits else None
-    if not isinstance(last, nodes.Mark) and (last or not schema.has_messages):
+    mark = last if isinstance(last, nodes.Mark) else None
+    if mark is None and (last or not schema.has_messages):
         bits += map(New, texts)
-    elif schema.is_chat and last and last.role == "user":
-        bits[-1:] = [*map(New, texts), last]
+    elif mark and schema.is_chat and mark.role == "user":
+        bits[-1:] = [*map(New, texts), mark]
     else:
         bits += _framed("user", texts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import _SIZES, CHUNKS, NEW_PROMPTS, tiny_tokenizer
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag import ConfigError, Engine, wrap_model
@@ -124,3 +125,59 @@ def test_a_model_that_cannot_compute_two_tokens_is_refused(monkeypatch):
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ConfigError, match="not one of float32, bfloat16, float16"):
         parse_dtype(dtype)
+
+
+# What peft calls.
+OLD = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def llama():
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **PLAIN)).eval()
+
+
+def adapted(model):
+    found = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, weight in found.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    return found.eval()
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+@OLD
+@pytest.mark.parametrize("around", [compiled, adapted])
+def test_a_model_is_found_inside_of_what_was_made_of_it(around):
+    whole = around(llama())
+    ids = torch.tensor([list(range(3, 60))])
+    with torch.inference_mode():
+        own = whole(input_ids=ids, use_cache=False).logits[0, -1]
+    found = wrap_model(whole, tiny_tokenizer(), name="x", revision="x")
+    assert found.rule == wrap_model(llama(), tiny_tokenizer(), name="y", revision="y").rule
+    assert found.can_watch
+    logits = found.prefill(KVBuffer.like(found.shapes, 57), ids, None).logits[0]
+    assert torch.allclose(logits, own, atol=1e-4)
+
+
+@OLD
+@pytest.mark.parametrize(
+    ("around", "says"),
+    [
+        (torch.nn.DataParallel, "a DataParallel, and no model of transformers"),
+        (lambda model: model.double(), "float64"),
+        (lambda model: model.to("meta"), "not in memory"),
+        (
+            lambda model: get_peft_model(
+                model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+            ),
+            "learned tokens",
+        ),
+    ],
+    ids=["parallel", "double", "meta", "prompts"],
+)
+def test_what_cannot_be_computed_with_is_refused_at_once(around, says):
+    with pytest.raises(ModelError, match=says):
+        wrap_model(around(llama()), tiny_tokenizer(), name="x", revision="x")

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from cached_rag.backends.transformers import attention, probe
 from cached_rag.backends.transformers.attention import Rows
+from cached_rag.backends.transformers.row_cache import RowCache
 from cached_rag.errors import ModelError
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -81,7 +82,7 @@ def seen_by(model):
     own = model.config._attn_implementation
     model.set_attn_implementation("eager")
     dense = replace(found.decoder, is_fast=False)
-    narrow = probe._narrow_windows(model.config)
+    narrow = probe._narrow_windows(model)
     with torch.no_grad(), probe.in_float32(dense), narrow:
         seen = probe._recorded(dense, probe._delta(dense))
     model.set_attn_implementation(own)
@@ -155,6 +156,13 @@ def test_a_missing_sink_and_a_chunk_taken_for_a_window_stand_out(name, monkeypat
         return scoring(scale, window and int(window), softcap)
 
     monkeypatch.setattr(attention, "Scoring", wrong)
+    assert probe.deviation(found.decoder, seen)[0] > probe.TOLERANCE * 10
+
+
+def test_queries_scaled_as_if_all_rows_followed_each_other_stand_out(monkeypatch):
+    found, seen = seen_by(model_of("llama4", "float32"))
+    length = RowCache.get_seq_length
+    monkeypatch.setattr(RowCache, "get_seq_length", lambda self, layer_idx=None: length(self))
     assert probe.deviation(found.decoder, seen)[0] > probe.TOLERANCE * 10
 
 

@@ -37,6 +37,7 @@ FAMILIES = {
         **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
     },
     "mistral3": {},
+    "smolvlm": {},
     "lfm2_vl": {"layer_types": ["conv", "full_attention"] * 2},
 }
 

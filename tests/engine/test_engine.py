@@ -275,6 +275,11 @@ def test_longrope_across_its_switch_is_refused_by_name_and_full_if_left_to_us():
     assert torch.allclose(done.logits[0], plain, atol=1e-4)
     short = engine.prefill(f"{CHUNKS[0]} Why?", method="reuse", max_tokens=2)
     assert short.report.cached_tokens > 0
+    # Exact methods move nothing, and compute anew what was encoded for shorter prompts.
+    engine.encode(CHUNKS, engine.head(ask(*CHUNKS), CHUNKS[0]), context=None)
+    exact = engine.prefill(ask(*CHUNKS), method="prefix", max_tokens=2)
+    assert "switch at 64" in exact.report.notes[0]
+    assert torch.allclose(exact.logits[0], plain, atol=1e-4)
 
 
 def test_a_store_on_disk_serves_a_new_engine_and_other_models_see_nothing(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ from cached_rag.backends.transformers.attention import (
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.kernels import Scoring, attend, first_seen
 from cached_rag.backends.transformers.prefill import RowPass
-from cached_rag.backends.transformers.row_cache import Drift
+from cached_rag.backends.transformers.row_cache import Drift, numbered_from
 from cached_rag.backends.transformers.states import windows_before
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
@@ -118,6 +118,7 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     Attributes:
         tokens: which of the batch's tokens are each row's.
+        positions: (num_tokens,) of each token.
         is_read_again: some layers keep nothing, and attend to what an earlier one keeps.
     """
 
@@ -127,6 +128,8 @@ class BatchCache(Cache):  # type: ignore[misc]
         self._batch = batch
         ends = [*accumulate(len(ahead.token_ids) for ahead in batch)]
         self.tokens = [slice(*run) for run in pairwise([0, *ends])]
+        positions = [ahead.kv.position(slot) for ahead in batch for slot in ahead.at]
+        self.positions = torch.tensor(positions, device=batch[0].kv.own.keys.device)
         self._by_row = list(zip(batch, self.tokens, strict=True))
         self._longest = max(ahead.end for ahead in batch)
         self._shared: list[_Layers] = []
@@ -276,9 +279,13 @@ class BatchCache(Cache):  # type: ignore[misc]
     def observe(self, *_: Any) -> None:
         """Do nothing: batches are not observed."""
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The number of slots of the longest row."""
-        return self._longest
+    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
+        """The number of slots of the longest row; for a layer, see `RowCache.get_seq_length`."""
+        return self._longest if layer_idx is None else numbered_from(self.positions)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """The same for masks."""
+        return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Sizes that transformers asks for; `attend` uses no mask of its making."""
@@ -335,12 +342,10 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     cache = BatchCache(batch, decoder.windows)
     cache.is_read_again = decoder.num_keeping < len(decoder.layers)
     ids = [token for row in batch for token in row.token_ids]
-    positions = [row.kv.position(slot) for row in batch for slot in row.at]
     wanted = zip(cache.tokens, batch, strict=True)
     last = [n for where, row in wanted for n in range(where.stop - row.num_logits, where.stop)]
-    places = torch.tensor([positions], device=device)
     keeps = torch.tensor(last, device=device) if last else None
-    inputs = decoder.inputs(torch.tensor([ids], device=device), places, cache, keeps)
+    inputs = decoder.inputs(torch.tensor([ids], device=device), cache.positions[None], cache, keeps)
     with attending(cache):
         if not last:
             decoder.network.base_model(**inputs)

@@ -34,7 +34,7 @@ _SHOWN = 3
 _CONFIG = "adapter_config.json"
 # How files of larger models call the weights of their text half.
 _TEXT_HALF = {
-    r"^model\.language_model\.": "model.",
+    r"^model\.(language|text)_model\.": "model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
@@ -47,7 +47,8 @@ def text_half(config: Any) -> Any:
     text = config.get_text_config(decoder=True)
     if text is config or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    text.tie_word_embeddings = config.tie_word_embeddings  # files lack a head that is tied
+    if hasattr(config, "tie_word_embeddings"):  # files lack a head that is tied
+        text.tie_word_embeddings = config.tie_word_embeddings
     if stored := getattr(config, "quantization_config", None):  # it stands beside both halves
         text.quantization_config = stored
     return text
@@ -90,11 +91,17 @@ def load_complete(path: str, name: str, config: Any = None, **options: Any) -> A
             "with that adapter on top of its weights: load the model without it and give the "
             "adapter's folder as adapter=; or remove the file, if the adapter is merged already"
         )
+    if strange := {type(w.data).__name__ for w in model.parameters()} - {"Tensor"}:
+        raise ModelError(
+            f"{name} is quantised, and of {_some(sorted(strange))} nobody can tell the numbers; "
+            'load the model that it was made from, with weights="int8" or "int4", or a GGUF of it'
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise ModelError(
             f"{name} lacks {len(missing)} of the model's weights ({_some(missing)}), which would "
-            "be random numbers; download all its files again, or save the whole model"
+            "be random numbers; download all its files again, or save the whole model; if it has "
+            "other halves besides text, load it by transformers and give it to `wrap_model`"
         )
     others = sorted(report["mismatched_keys"])  # (name, in the file, in the model)
     if others:

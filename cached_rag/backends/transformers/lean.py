@@ -234,7 +234,7 @@ def _finisher(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @torch.no_grad()
 def lean_model(model: Any) -> LeanModel | None:
-    """The lean form of a causal LM; None if its family, or what is around it, is unknown here.
+    """The lean form of a causal LM; None if its family, its layers or their weights are unknown.
 
     Effects: the model's projections become views of fused weights, so that the weights are held
     once.
@@ -244,7 +244,11 @@ def lean_model(model: Any) -> LeanModel | None:
     is_plain = all(hasattr(inner, part) for part in ("rotary_emb", "embed_tokens", "norm"))
     if config.model_type not in FAMILIES or not is_plain:  # a text model inside one of images
         return None
-    return LeanModel(model)
+    linears = [part for part in inner.layers.modules() if hasattr(part, "in_features")]
+    if not all(isinstance(part, nn.Linear | StoredLinear) for part in linears):
+        return None
+    is_ordinary = all(type(weight.data) is torch.Tensor for weight in inner.layers.parameters())
+    return LeanModel(model) if is_ordinary else None  # others' cannot be joined (torchao)
 
 
 def _norms(layer: Any) -> dict[str, nn.Module | None]:

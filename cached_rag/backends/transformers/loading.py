@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from cached_rag.backends.machine import best_device, check_device, fastest_dtype, parse_dtype
@@ -216,7 +216,7 @@ def wrap_model(
     """Make a backend of a model that is in memory already.
 
     Args:
-        model: a transformers causal LM.
+        model: a transformers causal LM; or what torch.compile, or peft, made of one.
         tokenizer: its fast tokenizer.
         revision: identifies the weights: models with the same revision share stored KV.
         weights: see `load_model`.
@@ -224,7 +224,7 @@ def wrap_model(
         keeps: see `pack`.
 
     Raises:
-        ModelError: as `load_model`.
+        ModelError: as `load_model`; or it is no model of transformers.
 
     Effects: puts the model in eval mode, replaces its attention function, and makes projections
         views of fused weights. "int8" and "int4" round the model's own weights.
@@ -234,6 +234,7 @@ def wrap_model(
             f"{name} has no fast tokenizer; chunks are found in prompts by its character offsets. "
             "Convert it with transformers, or use another model."
         )
+    model = _unwrapped(model, name)
     model.eval()
     num_weights = model.num_parameters()  # before any is packed
     few_bit_dtype = few_bit_dtype or model.dtype
@@ -268,6 +269,32 @@ def wrap_model(
     )
 
 
+def _unwrapped(model: Any, name: str) -> Any:
+    """The transformers model inside of others, which would hide what it takes and how it attends.
+
+    Raises:
+        ModelError: there is none, or it cannot be computed with.
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile's
+    if hasattr(model, "get_base_model"):  # peft's; layers with adapters stay in the model
+        if getattr(model.active_peft_config, "is_prompt_learning", False):
+            raise ModelError(f"{name} puts learned tokens before prompts, which no chunk would see")
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        kind = type(model).__name__
+        raise ModelError(f"{name} is a {kind}, and no model of transformers; give the one in it")
+    try:
+        parse_dtype(model.dtype)
+    except ConfigError as error:
+        raise ModelError(f"{name}: {error}; give it as model.to(torch.bfloat16)") from error
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ModelError(
+            f"{name} has weights that are not in memory, as device_map leaves some on disk; load "
+            "it without, or a smaller model"
+        )
+    return model
+
+
 @contextmanager
 def _without_bars() -> Iterator[None]:
     """Inside this context, transformers shows no progress bars."""
@@ -298,7 +325,7 @@ def _context_length(config: Any) -> int:
     for rope in rotations(text):
         if rope.get("rope_type") == "yarn":
             trained = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-            stretched = max(stretched, int(rope["factor"] * trained))
+            stretched = max(stretched, int((rope.get("factor") or 1) * trained))
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(text, name, None)
         if isinstance(value, int):

@@ -146,7 +146,7 @@ class RowPass:
 
     def _forward(self) -> Prefilled:
         network = self.decoder.network if self.num_logits else self.decoder.network.base_model
-        positions = self.positions[None].expand(self.entering.shape)
+        positions = self.positions[None].expand(self.entering.shape).contiguous()
         keeps = self._kept_logits() if self.num_logits else None
         inputs = self.decoder.inputs(self.entering, positions, self.cache, keeps)
         with attending(self.cache) if self.decoder.is_fast else ExitStack():

@@ -100,10 +100,12 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
     shapes, stateful = kv_shapes(model, _probe_ids(model)[:, :2])
     dense = Decoder(model, model, decoder_layers(model, shapes, stateful), is_fast=False)
     tolerance = max(TOLERANCE, 4 * table_rounding(model))
-    with in_float32(dense), _narrow_windows(model.config):
+    with in_float32(dense), _narrow_windows(model):
         delta = _delta(dense)
         seen = _recorded(dense, delta)
         rule = find_rule(model, seen, delta, tolerance)
+        if delta and rule.reason == _ADDED:
+            _check_numbering(dense, seen)
         if not delta and _adds_positions(dense):
             rule = PositionRule(reason=_ADDED)
     try:
@@ -162,7 +164,7 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
         for layer in decoder.layers
     ]
     probe = _Probe(replace(decoder, layers=tuple(layers)), seen)
-    with in_float32(decoder), _narrow_windows(decoder.model.config):
+    with in_float32(decoder), _narrow_windows(decoder.model):
         try:
             found = probe.run()
         except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as e:
@@ -345,6 +347,17 @@ def find_rule(model: Any, seen: Recording, delta: int, tolerance: float) -> Posi
     )
 
 
+def _check_numbering(decoder: Decoder, seen: Recording) -> None:
+    """Raise a ModelError if a model does not number its tokens from 0 (Kosmos 2.5)."""
+    own = _at(record(decoder, _probe_ids(decoder.model).expand(2, -1), None).given, 0)
+    given = _at(seen.given, 0)
+    if _share(own - given, own, own) > TOLERANCE:
+        raise ModelError(
+            f"{type(decoder.model).__name__} numbers its tokens in a way of its own, which is "
+            f"unknown here. {REMEDY}"
+        )
+
+
 def _delta(decoder: Decoder) -> int:
     """How many positions apart the two places are; 0 for a model that takes no positions."""
     if "position_ids" not in decoder.parameters:
@@ -354,18 +367,23 @@ def _delta(decoder: Decoder) -> int:
 
 
 @contextmanager
-def _narrow_windows(config: Any) -> Iterator[None]:
-    """Inside this context, sliding windows are shorter than the probe's tokens."""
-    text = config.get_text_config()
-    sizes = {name: getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")}
-    wide = {name: s for name, s in sizes.items() if isinstance(s, int) and s > _PROBE_WINDOW}
-    for name in wide:
-        setattr(text, name, _PROBE_WINDOW)
+def _narrow_windows(model: Any) -> Iterator[None]:
+    """Inside this context, sliding windows are shorter than the probe's tokens.
+
+    So is what comes before queries are scaled by their positions (Llama 4).
+    """
+    text = model.config.get_text_config()
+    places = [(text, name) for name in ("sliding_window", "attention_chunk_size")]
+    places += [(module, "floor_scale") for module in model.modules()]
+    sizes = [(*place, getattr(*place, None)) for place in places]
+    wide = [one for one in sizes if isinstance(one[2], int | float) and one[2] > _PROBE_WINDOW]
+    for owner, name, _ in wide:
+        setattr(owner, name, _PROBE_WINDOW)
     try:
         yield
     finally:
-        for name, size in wide.items():
-            setattr(text, name, size)
+        for owner, name, size in wide:
+            setattr(owner, name, size)
 
 
 def _probe_ids(model: Any) -> torch.Tensor:

@@ -194,6 +194,11 @@ def head_mean(query: torch.Tensor, keys: torch.Tensor, rows: Rows, how: Scoring)
     return mean / heads
 
 
+def numbered_from(positions: torch.Tensor) -> torch.Tensor:
+    """(num_rows,) what to add to a row's index to get its position."""
+    return positions - torch.arange(len(positions), device=positions.device)
+
+
 class Peeked(Exception):  # noqa: N818 (a signal, not an error)
     """Ends a layer's forward pass once its keys and values are computed."""
 
@@ -279,9 +284,20 @@ class RowCache(Cache):  # type: ignore[misc]
         if self.observer is not None:
             self.observer(layer, self.rows, query, keys, how)
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens the model takes to come before those that enter it."""
-        return self.rows.length - self._entering
+    def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
+        """How many tokens the model takes to come before those that enter it.
+
+        For a layer that asks for itself, how many come before each row, less the rows before it.
+        Llama 4's number rows by that, and scale their queries by the number.
+        """
+        if layer_idx is None:
+            return self.rows.length - self._entering
+        slots, gaps = self.rows.slots, self.buffer.positions
+        return numbered_from(slots if gaps is None else gaps.to(slots.device)[slots])
+
+    def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """The same for masks."""
+        return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Masks cover all slots, from the first one on."""
