@@ -73,7 +73,8 @@ class Chunk:
 class Splitter:
     """Splits between paragraphs, else lines, else sentences, else words, else anywhere.
 
-    Source code is split between its functions and classes (`_split_code`).
+    Source code is split between its functions and classes (`_split_code`). No chunk ends with a
+    heading, if there is room for it in the next one.
 
     Every chunk begins with its document's title, for among chunks of other documents it would
     often be unclear what it is about; of one that has too many tokens, with its beginning. Takes
@@ -95,7 +96,10 @@ class Splitter:
         if document.language and longest <= _LONGEST_LINE:
             texts = _split_code(document.text, document.language, count, self._most)
         else:
-            texts = [part.strip() for part in self._split(document.text, 0, count)]
+            paths = (str(known.get("heading", "")) for _, known in document.parts)
+            headings = frozenset(path.rpartition(" > ")[2] for path in paths if path)
+            cutting = _Cutting(count, self._most, headings)
+            texts = [part.strip() for part in cutting.split(document.text, 0)]
         chunks: list[Chunk] = []
         place, title = 0, document.title
         while title and count(f"{title}\n\n") > TITLE_TOKENS:
@@ -109,7 +113,21 @@ class Splitter:
             place = end
         return chunks
 
-    def _split(self, text: str, level: int, count: Callable[[str], int]) -> Iterator[str]:
+
+@dataclass(frozen=True)
+class _Cutting:
+    """Cuts a document's text.
+
+    Attributes:
+        most: most tokens of a chunk.
+        headings: the document's. One stays with what stands behind it.
+    """
+
+    count: Callable[[str], int]
+    most: int
+    headings: frozenset[str]
+
+    def split(self, text: str, level: int) -> Iterator[str]:
         """A text's chunks: pieces that fit are joined, those that do not are split in turn.
 
         Args:
@@ -118,40 +136,65 @@ class Splitter:
         while level < len(_SEPARATORS) and not _SEPARATORS[level].search(text):
             level += 1
         if level == len(_SEPARATORS):
-            yield from self._joined(self._cut(text, count))
+            yield from self._joined(self._cut(text))
             return
-        fitting: list[Piece] = []
+        fitting, ahead = list[Piece](), 0  # tokens of the headings before a piece
         for piece in _pieces(text, _SEPARATORS[level]):
-            is_countable = len(piece) < self._most * _LONGEST_TOKEN
-            if is_countable and (size := count(piece)) < self._most:
+            is_countable = len(piece) < self.most * _LONGEST_TOKEN
+            if is_countable and ahead + (size := self.count(piece)) < self.most:
                 fitting.append((piece, size))
+                ahead = ahead + size if self._may_head(piece) else 0
             else:
+                headed = self._taken_off(fitting)
                 yield from self._joined(fitting)
-                fitting = []
-                yield from self._split(piece, level + 1, count)
+                fitting, ahead = [], 0
+                yield from self.split(_text_of(headed) + piece, level + 1)
         yield from self._joined(fitting)
 
-    def _cut(self, text: str, count: Callable[[str], int]) -> Iterator[Piece]:
+    def _cut(self, text: str) -> Iterator[Piece]:
         """A text without separators, cut into pieces that are at most as long as a chunk."""
-        width = self._most // 2
+        width = self.most // 2
         waiting = [text[at : at + width] for at in range(0, len(text), width)][::-1]
         while waiting:
             piece = waiting.pop()
-            size, half = count(piece), len(piece) // 2
-            if size > self._most and half:
+            size, half = self.count(piece), len(piece) // 2
+            if size > self.most and half:
                 waiting += (piece[half:], piece[:half])
             else:
                 yield piece, size
 
     def _joined(self, pieces: Iterable[Piece]) -> Iterator[str]:
         """Neighbouring pieces joined into texts of at most a chunk's tokens."""
-        chunk, total = "", 0
+        chunk, total = list[Piece](), 0
         for piece, size in pieces:
-            if chunk and total + size > self._most:
-                yield chunk
-                chunk, total = "", 0
-            chunk, total = chunk + piece, total + size
-        yield chunk
+            if chunk and total + size > self.most:
+                headed = self._taken_off(chunk)
+                if not chunk:  # nothing but headings
+                    chunk, headed = headed, []
+                yield _text_of(chunk)
+                chunk, total = headed, sum(size for _, size in headed)
+            chunk.append((piece, size))
+            total += size
+        yield _text_of(chunk)
+
+    def _taken_off(self, pieces: list[Piece]) -> list[Piece]:
+        """Take the headings at the end off a list of pieces; returns them."""
+        at = first = len(pieces)
+        while at and self._may_head(pieces[at - 1][0]):
+            at -= 1
+            first = at if pieces[at][0].strip() else first
+        headed = pieces[first:]
+        del pieces[first:]
+        return headed
+
+    def _may_head(self, piece: str) -> bool:
+        """Whether it is a heading, or white space behind one."""
+        line = " ".join(piece.split())
+        return bool(self.headings) and (not line or line in self.headings)
+
+
+def _text_of(pieces: Iterable[Piece]) -> str:
+    return "".join(text for text, _ in pieces)
 
 
 def _pieces(text: str, separator: re.Pattern[str]) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from langchain_text_splitters import RecursiveCharacterTextSplitter
 
 from cached_rag.rag.chunks import Splitter
-from cached_rag.rag.document import Document
+from cached_rag.rag.document import Document, assembled
 
 
 def words(text):
@@ -81,3 +81,24 @@ def test_sentences_without_spaces_stay_whole():
     sentence = "\u8fd9\u662f\u4e00\u53e5\u8bdd\u3002"
     chunks = split(sentence * 50, len, 16)
     assert set(chunks) == {sentence * 2}
+
+
+def test_a_heading_stands_before_its_text_and_not_behind_the_one_before():
+    sections = [
+        ("Start", "Fill the hopper. " * 4),
+        ("Stop", ""),  # with another heading right below it
+        ("At once", "Press the red key. " * 4),
+        ("Care", "Grease it.\n" * 30),  # more than a chunk, in lines
+        ("End", "Thanks."),
+    ]
+    parts = [(f"{name}\n\n{said}", {"heading": name}) for name, said in sections]
+    document = assembled("s", [("Manual\n\nWords.", {}), *parts], title="Manual")
+    for most in range(16, 40):
+        chunks = Splitter(words, most).split(document)
+        texts = [chunk.text.removeprefix("Manual\n\n") for chunk in chunks]
+        assert " ".join(texts).split() == document.text.removeprefix("Manual").split()
+        lasts = {text.rsplit("\n", 1)[-1] for text in texts}
+        assert not lasts & {name for name, _ in sections}, most
+        assert all(words(text) <= most for text in texts)
+    about = {chunk.metadata["heading"] for chunk in chunks if "Press the red" in chunk.text}
+    assert about == {"Start; Stop; At once"}
