@@ -219,28 +219,27 @@ class Engine:
 
         Args:
             finish_seconds: how long the encoding may take, and what is computed just now; None for
-                `StoreConfig.finish_seconds`.
-                Ctrl-C ends it sooner.
+                `StoreConfig.finish_seconds`. Ctrl-C ends it sooner.
         """
         if self._is_closed:
             return
         self._is_closed = True
         seconds = self.settings.finish_seconds if finish_seconds is None else finish_seconds
         deadline = time.monotonic() + seconds
-        if self._owns_scheduler:
-            self.scheduler.close(seconds)
-        else:
-            self.scheduler.cancel_all(lambda one: one.prompt.resources is self._resources, seconds)
         with _SHARING:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
-        archive = self._resources.archive if self._owns_scheduler else None
+        owns_all, mine = self._owns_scheduler, self._resources
+        archive = mine.archive if owns_all else None
         try:
+            if owns_all:
+                self.scheduler.close()
+            self.scheduler.cancel_all(lambda it: owns_all or it.prompt.resources is mine, seconds)
             self._resources.learning.close(seconds)
             if archive is not None:
                 self.sequences.close()
         finally:
-            for one in (archive, self._remote if self._owns_scheduler else None):
+            for one in (archive, self._remote if owns_all else None):
                 if one is not None:
                     one.close(max(0.0, deadline - time.monotonic()))
             self.library.close()

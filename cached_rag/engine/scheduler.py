@@ -128,10 +128,9 @@ class Scheduler:
         self._forgotten.append((kept, namespace, text_digest, token_ids))
         self._sweep_if_free()
 
-    def close(self, seconds: float) -> None:
-        """Cancel all requests, as `cancel_all` does, and take no others."""
+    def close(self) -> None:
+        """Take no other requests."""
         self._is_closed = True
-        self.cancel_all(lambda _: True, seconds)
 
     def cancel_all(self, is_meant: Callable[[Request], bool], seconds: float) -> None:
         """Cancel some of the requests, also one that is just being prefilled.
