@@ -113,10 +113,10 @@ def _reconsider(prompt: Prefilling, method: Auto) -> list[str]:
         prompt.plan = prompt.plan.taking(Takes.EXACT)
         prompt.exact_length = exact_length(prompt, prompt.plan)
         prompt.report.modules_missed += len(prompt.plan.harvested)
+    how = "all of them are computed" if share == 1.0 else f"{share:.0%} of them is recomputed"
     return [
         "these chunks are full of entries that differ in a name or a number, so "
-        f"{share:.0%} of them is recomputed, so that the right one is read; fewer "
-        "chunks take less time"
+        f"{how}, so that the right one is read; fewer chunks take less time"
     ]
 
 
