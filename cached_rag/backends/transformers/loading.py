@@ -172,10 +172,11 @@ def _unloadable(name: str, source: ModelSource, error: Exception) -> ModelError:
             f"{why}. A folder needs config.json, tokenizer.json and all files of weights with "
             "their index, of a model that continues text; download or save it again"
         )
-    return ModelNotFoundError(
-        f"{why}. Give a Hugging Face id, a folder with config.json and weights, a .gguf file, or "
-        f"an alias such as smollm2-135m.{offline_hint(name)}"
+    remedy = offline_hint(name) or (
+        " Give a Hugging Face id, a folder with config.json and weights, a .gguf file, or an alias "
+        "such as smollm2-135m."
     )
+    return ModelNotFoundError(f"{why}.{remedy}")
 
 
 def _commit(hub_id: str, variant: Variant) -> str:
