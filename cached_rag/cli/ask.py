@@ -14,6 +14,7 @@ from cached_rag.cli import options, terminal
 from cached_rag.cli.terminal import Json, err, out
 from cached_rag.errors import CachedRAGError
 from cached_rag.rag.folder import IndexConfig, Reranking, Retrieval
+from cached_rag.rag.index import CHANGEABLE
 
 # For the one question there is; and full prefill, to compare it with, must not find what it left.
 _ONCE = options.opening(sequence_bytes=0)
@@ -95,6 +96,7 @@ def search_command(
             (IndexConfig, Reranking),
             shown=("search", "reranker", "candidates"),
             but=options.SETTLED,
+            recalled=CHANGEABLE,
         ),
     ],
     as_json: Json = False,

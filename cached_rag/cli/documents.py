@@ -114,7 +114,7 @@ def ingest_command(
         if asked.watch:
             with suppress(KeyboardInterrupt):  # it goes on until then
                 for summary in rag.watch(path):
-                    _print(summary, as_json=as_json)
+                    _print(summary, rag.settings["model"], as_json=as_json)
             return
         told: dict[str, Any] = {"name": asked.name, "delete_missing": asked.delete_missing}
         try:
@@ -122,16 +122,16 @@ def ingest_command(
         except KeyboardInterrupt:
             err.print("interrupted; what is done is kept, and the same command goes on from there")
             raise typer.Exit(_INTERRUPTED) from None
-    _print(summary, as_json=as_json)
+    _print(summary, rag.settings["model"], as_json=as_json)
     if summary.skipped and not (summary.added or summary.unchanged):
         raise typer.Exit(1)  # of what was named nothing could be read
 
 
-def _print(summary: cached_rag.IngestSummary, *, as_json: bool) -> None:
+def _print(summary: cached_rag.IngestSummary, model: str, *, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(summary))
         return
-    out.print(str(summary))
+    out.print(f"{summary} of {model}")
     for note in _notes(summary):
         err.print(note, style="yellow")
 

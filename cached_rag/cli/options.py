@@ -20,11 +20,11 @@ import typer
 from typer.core import TyperCommand
 
 import cached_rag
-from cached_rag.config import GenerationConfig, ModelConfig, StoreConfig
+from cached_rag.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
 from cached_rag.options import Setting, settings_of
 from cached_rag.rag.folder import IndexConfig, Reranking
-from cached_rag.rag.index import DocumentIndex
+from cached_rag.rag.index import CHANGEABLE, DocumentIndex
 
 # Looked for in the working folder.
 FILE = Path("cached-rag.toml")
@@ -73,6 +73,7 @@ class OptionsOf:
         only: those that the command has; empty for all.
         but: those that it does not have.
         defaults: those that this command has other defaults for.
+        recalled: those that the index remembers, so that `--help` names no default.
     """
 
     kinds: tuple[type, ...] = ()
@@ -80,6 +81,7 @@ class OptionsOf:
     only: tuple[str, ...] = ()
     but: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    recalled: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -93,9 +95,10 @@ class OptionsOf:
         for name, one in self.settings.items():
             kind = list[str] if name == "where" else _plain_type(one.type)
             default = self.defaults.get(name, one.default)
+            told = "the index's" if name in self.recalled else default
             option = typer.Option(
                 _flag(name, kind, default),
-                help=_brief(one.help) + _said(default),
+                help=_brief(one.help) + _said(told),
                 hidden=self.shown is not None and name not in self.shown,
                 envvar=_ENVIRONMENT.get(name),
                 metavar="FIELD=VALUE" if name == "where" else None,
@@ -260,9 +263,15 @@ def to_write(path: Path | None) -> Path | None:
 
 Index = Annotated[Path, typer.Option("--index", callback=at_home, help="Folder of the index.")]
 Model = Annotated[str, typer.Option(help=_MODEL)]
-IndexModel = Annotated[
-    str | None, typer.Option("--model", help=f"{_MODEL} An index keeps the one it was made with.")
-]
+
+
+def index_model(default: str) -> Any:
+    """The option `--model` of a command that may open an index, for which there is none."""
+    said = f"{_MODEL} An index keeps its own."
+    return typer.Option("--model", help=said + _said(default))
+
+
+IndexModel = Annotated[str | None, index_model(DEFAULT_MODEL)]
 
 # How a model is loaded.
 Loading = Annotated[
@@ -288,6 +297,7 @@ def opening(**defaults: Any) -> OptionsOf:
         shown=("search", "device", "backend", "remote"),
         but=SETTLED,
         defaults=defaults,
+        recalled=CHANGEABLE,
     )
 
 

@@ -31,7 +31,7 @@ _SAME = 0.045
 RECALLED = ("backend", "dtype", "weights", "revision", "adapter")
 # Settings that an index remembers, and that may be others each time: those that decide whose KV
 # serves, and how chunks are found.
-_CHANGEABLE = (*RECALLED, "search")
+CHANGEABLE = (*RECALLED, "search")
 # All chunks, each as a signed row.
 _ROWS = f"SELECT {SIGNED}, c.checksum {CHUNKS}"
 _SCHEMA = f"""
@@ -102,7 +102,7 @@ class DocumentIndex:
         """
         kept = self.settings()
         for name, value in asked.items():
-            if name not in _CHANGEABLE and kept.get(name, value) != value:
+            if name not in CHANGEABLE and kept.get(name, value) != value:
                 raise IndexMismatchError(
                     f"the index at {self._folder} was made with {name} {kept[name]!r}, not "
                     f"{value!r}; open it without that setting, or ingest into another folder"

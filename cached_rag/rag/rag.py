@@ -94,7 +94,7 @@ class CachedRAG:
             engine: one that exists already, instead of loading `model`. It has settings of its own
                 for model, store and batch, so none of those may be given; and `close` leaves it
                 open, as others may use it.
-            options: settings by name, of `IndexConfig` (such as `search` and `context`),
+            options: settings by name, of `IndexConfig` (such as `search` and `primers`),
                 `Reranking`, `ModelConfig`, `StoreConfig`, `BatchConfig` and `DocumentLimits`.
 
         Raises:

@@ -143,7 +143,7 @@ def test_ingest_says_what_it_made_and_what_it_did_not_find(index, tmp_path, monk
     options = ["--index", str(index), "--dtype", "float32"]
     shown = " ".join(run(cli.app, ["ingest", str(tmp_path / "docs"), *options]).stdout.split())
     assert "3 unchanged" in shown
-    assert re.search(r"the index has \d+ MiB of KV", shown)
+    assert re.search(r"the index has \d+ MiB of KV of \S", shown)
     (tmp_path / "empty").mkdir()
     nothing = run(cli.app, ["ingest", str(tmp_path / "empty"), *options])
     assert "there is no file of a known kind" in nothing.stderr

@@ -145,6 +145,22 @@ def test_help_fits_a_screen_and_help_all_has_the_rest(command):
         assert len(whole.output) > len(brief.output)
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "default"),
+    [
+        ("ingest", "model", "smollm2-135m"),
+        ("demo", "model", "qwen2.5-coder-0.5b"),
+        *((command, "backend", "the index's") for command in ("ask", "chat", "explain")),
+        ("ask", "weights", "the index's"),
+        ("search", "search", "the index's"),
+    ],
+)
+def test_help_names_a_default_that_is_one(command, option, default):
+    shown = CliRunner().invoke(app, [command, "--help-all"], env={"COLUMNS": "80"}).output
+    after = " ".join(shown.partition(f"--{option} <str>")[2].partition("\n  --")[0].split())
+    assert after.endswith(f"[{default}]")
+
+
 def test_no_option_of_the_command_line_names_code_to_load():
     assert "--model-kwargs" not in CliRunner().invoke(app, ["serve", "--help-all"]).output
 
