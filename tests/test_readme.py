@@ -125,8 +125,8 @@ def run_script(folder):
 def test_a_snippet_runs_and_its_second_run_reuses(script, model_folder, tmp_path):
     for name in ("smollm2-135m", "qwen2.5-coder-0.5b"):
         (tmp_path / name).symlink_to(model_folder, target_is_directory=True)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "valve.txt").write_text(f"The valve\n\n{CHUNKS[0]} {CHUNKS[1]}")
+    (tmp_path / "manuals").mkdir()
+    (tmp_path / "manuals" / "valve.txt").write_text(f"The valve\n\n{CHUNKS[0]} {CHUNKS[1]}")
     (tmp_path / "script.py").write_text(script)
     shown, first = run_script(tmp_path)
     assert first
