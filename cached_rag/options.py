@@ -43,12 +43,14 @@ HINTS = {
     "reasoning": 'use chat_template_kwargs={"enable_thinking": False}, or what the template has',
     "thinking": 'use chat_template_kwargs={"enable_thinking": False}, or what the template has',
     "task": "text is generated in any case; leave it out",
-    "pipeline": "give wrap_model(model, tokenizer, name=...) to Engine(), and that as engine=",
+    "pipeline": "give Engine(wrap_model(model, tokenizer, name=..., revision=...)) as engine=",
     "n_batch": "BatchConfig.prefill_tokens is alike; leave it out",
 }
 
 # Of longer names nothing is near: comparing takes the product of the lengths in time.
 _COMPARED = 250
+# How alike a name must be: below this are words that share some letters, such as other programs'.
+_LIKE = 0.75
 # What settings of Python's own types may be given as, and the words for it.
 _KINDS: dict[str, tuple[type[Any], str]] = {
     "int": (Real, "a whole number"),
@@ -71,7 +73,11 @@ def unknown_settings(names: Iterable[str], known: Collection[str]) -> str:
 
 def near(name: str, known: Iterable[str]) -> list[str]:
     """The known name that is spelled most like a name, if one is; of a long one, none."""
-    return get_close_matches(name, list(known), 1) if len(name) <= _COMPARED else []
+    if len(name) > _COMPARED:
+        return []
+    found = get_close_matches(name, list(known), 3, _LIKE)
+    # The same letters in another order come first: of `prot`, `port` and not `prompt`.
+    return sorted(found, key=lambda one: sorted(one) != sorted(name))[:1]
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,8 @@ def test_a_file_reaches_commands_below_others_and_has_objects(listed, monkeypatc
     [
         ("[store.stats]\nport = 1", "[store.stats]: unknown setting"),
         ('indx = "a"', "did you mean index?"),
+        ("prot = 1", "did you mean port?"),
+        ("mirostat = 1", "unknown setting 'mirostat'; settings are"),
         ("[list]\nport = 1", "[list]: unknown setting"),
         ("a = ", "cannot be read"),
         ("model_kwargs = {}", "unknown setting"),

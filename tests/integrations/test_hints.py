@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from langchain_cached_rag import CachedRAGLLM as StringModel
 from langchain_cached_rag import ChatCachedRAG
 from llama_index.llms.cached_rag import CachedRAGLLM
 
-from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig, options
+from cached_rag import CachedRAG, ConfigError, Engine, GenerationConfig, options, wrap_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text()
 MODELS = [ChatCachedRAG, StringModel, CachedRAGLLM]
@@ -49,6 +50,11 @@ def test_a_misspelt_model_is_told_so(tmp_path):
     for make in (partial(CachedRAG.open, tmp_path), Engine.load):
         with pytest.raises(ConfigError, match=r"'modle': did you mean model\?"):
             make(modle="smollm2-135m")
+
+
+def test_the_call_that_a_hint_names_has_all_that_it_needs():
+    for name, one in signature(wrap_model).parameters.items():
+        assert one.default is not one.empty or name in options.HINTS["pipeline"]
 
 
 def test_a_call_says_the_same():
