@@ -242,6 +242,8 @@ def evaluate_command(
     ratios = options.numbers(asked.ratio, float, "a ratio is a number from 0 to 1")
     trials = make_trials(options.names(asked.methods), ratios)
     settings = Settings(tuple(data), tuple(trials), questions)
+    for note in settings.notes():  # the files are judged before a model is loaded
+        err.print(f"note: {note}", style="yellow")
     with cached_rag.Engine.load(model, **how) as engine:
         where = asked.journal or cache_dir() / "eval" / f"{settings.digest(engine)}.jsonl"
         facts = machine(engine.model)

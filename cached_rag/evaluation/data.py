@@ -13,11 +13,13 @@ from typing import Any
 from cached_rag.backends.prompt_text import Message
 from cached_rag.errors import EvaluationError
 from cached_rag.kv.fingerprint import digest
-from cached_rag.options import check_range, check_types
+from cached_rag.options import check_range, check_types, near
 
 _BRIEF = "Answer the question with the help of the documents. Answer with a few words only."
 _LONG = "Answer the question with the help of the documents."
 _LONG_ANSWER_WORDS = 15
+# Most characters of what is no text that an error quotes.
+_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,13 @@ class Example:
     chunks: tuple[str, ...]
     document: tuple[str, ...] = ()
 
-    @property
-    def digest(self) -> str:
-        """Names what is asked, whatever the file is called that it stands in."""
-        return digest(json.dumps(asdict(self), sort_keys=True))
+    def digest(self, *, long: bool) -> str:
+        """Names what is asked, whatever the file is called that it stands in.
+
+        Args:
+            long: it is asked for a long answer; see `messages`.
+        """
+        return digest(json.dumps(asdict(self) | ({"long": True} if long else {}), sort_keys=True))
 
     @property
     def reference(self) -> str | None:
@@ -117,25 +122,44 @@ def load_examples(path: Path, limit: int | None = None) -> list[Example]:
 def _example(line: str, where: str) -> Example:
     try:
         row = json.loads(line)
-        chunks = tuple(_chunk(chunk) for chunk in row["chunks"])
-        if isinstance(row.get("answers"), str) or "answer" in row:
-            raise ValueError("answers is a list, of all that count as right")
-        answers = tuple(str(answer) for answer in row.get("answers", ()))
-        document = tuple(_chunk(chunk) for chunk in row.get("document", ()))
-        example = Example(str(row["id"]), str(row["question"]), answers, chunks, document)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if "answers" not in row and (meant := near("answers", row)):
+            raise ValueError(f"{meant[0]!r} is not known; write answers, a list of texts")
+        asked = _text(row["id"], "id"), _text(row["question"], "question")
+        chunks, document = _chunks(row["chunks"]), _chunks(row.get("document", []))
+        example = Example(*asked, _answers(row.get("answers", [])), chunks, document)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EvaluationError(
             f"{where}: not an example ({error}); it needs id, question, answers and chunks "
-            "with a title and a text each"
+            "with a text and, if they have one, a title each"
         ) from error
     if not all((*example.chunks, *example.document)) or not example.chunks:
         raise EvaluationError(f"{where}: an example needs chunks, and none of them empty")
     return example
 
 
+def _text(value: Any, name: str) -> str:
+    """A text, or a number as text; half of a surrogate pair is no text."""
+    if type(value) not in (str, int, float):
+        raise ValueError(f"{name}: a text is wanted, not {json.dumps(value)[:_SHOWN]}")
+    str(value).encode()
+    return str(value)
+
+
+def _answers(answers: Any) -> tuple[str, ...]:
+    if not isinstance(answers, list):
+        raise ValueError("answers is a list, of all texts that count as right")
+    return tuple(_text(answer, "answers") for answer in answers)
+
+
+def _chunks(chunks: Any) -> tuple[str, ...]:
+    if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
+        raise ValueError('chunks is a list of objects: {"text": ..., "title": ...}')
+    return tuple(map(_chunk, chunks))
+
+
 def _chunk(chunk: Mapping[str, Any]) -> str:
-    title, text = str(chunk.get("title") or "").strip(), str(chunk["text"]).strip()
-    return f"{title}\n{text}" if title else text
+    title, text = _text(chunk.get("title") or "", "title").strip(), _text(chunk["text"], "text")
+    return f"{title}\n{text.strip()}" if title else text.strip()
 
 
 def is_long(examples: Sequence[Example]) -> bool:

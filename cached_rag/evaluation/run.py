@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from cached_rag.backends.base import Backend
 from cached_rag.config import CODEC_NAMES, GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import ConfigError, EvaluationError
+from cached_rag.errors import CachedRAGError, ConfigError, EvaluationError
 from cached_rag.evaluation.data import Example, Questions, is_long, load_examples, messages
 from cached_rag.evaluation.measure import Measurement, figures, read, right
 from cached_rag.evaluation.summary import POOLED
@@ -40,6 +41,11 @@ _MARK = "the first chunk"
 _ORIGIN = ("commit", "processor", "threads")
 # Nothing but what is encoded here: no prompt leaves anything to another.
 _APART = StoreConfig(sequence_bytes=0, harvest=False, learn_prefixes=False, write_back=False)
+# What is read of every measurement of a journal.
+_READ = (
+    *("data", "example", "method", "ratio", "id"),
+    *("text", "origin", "ttft_ms", "full_ttft_ms"),
+)
 _Key = tuple[str, str, str, float]
 
 
@@ -169,7 +175,7 @@ class EncodedEngines:
             reading = full if trial == BASELINE else self._read(example, trial, generates)
             row = figures(reading, full, example.answers)
             names = {"id": example.id, "method": trial.name, "ratio": trial.ratio}
-            yield {**names, "example": example.digest, **row, "text": reading.text}
+            yield {**names, "example": example.digest(long=self._long), **row, "text": reading.text}
 
     def _read(self, example: Example, trial: Trial, generates: bool) -> Measurement:
         engine = self.engine(trial.encoding, example.chunks, example.document)
@@ -224,10 +230,13 @@ class Journal:
             )
         for number, line in enumerate(lines[1:], 2):
             try:
-                self._keep(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
+                self._keep(_checked(json.loads(line)))
+            except (ValueError, TypeError) as error:
                 if number < len(lines) or line.endswith("\n"):
-                    raise EvaluationError(f"{self.path}, line {number}: {error}") from error
+                    raise EvaluationError(
+                        f"{self.path}, line {number}: not a measurement ({error}); delete the "
+                        "line, and it is measured again"
+                    ) from error
                 # The last line was being written when the run was interrupted.
                 self.path.write_text("".join(lines[:-1]), encoding="utf-8")
                 return
@@ -254,6 +263,12 @@ class Journal:
     def rows(self) -> Iterator[dict[str, Any]]:
         """All measurements, oldest first."""
         yield from self._rows.values()
+
+
+def _checked(row: dict[str, Any]) -> dict[str, Any]:
+    if lacking := [name for name in _READ if name not in row]:
+        raise ValueError(f"it lacks {', '.join(lacking)}")
+    return row
 
 
 @contextmanager
@@ -316,22 +331,39 @@ class Settings:
         """Names the default journal of these settings."""
         return digest(json.dumps(self.facts(engine), sort_keys=True))
 
-    def asked(self, path: Path) -> list[Example]:
-        """The examples of a file that are asked, with the chunks that are wanted.
+    @cached_property
+    def sets(self) -> dict[Path, list[Example]]:
+        """All examples of each file, which is read once, and as a whole whatever the limit is.
 
         Raises:
             EvaluationError: see `load_examples`.
         """
-        found = load_examples(path, self.questions.limit)
-        most = self.questions.chunks
+        return {path: load_examples(path) for path in self.data}
+
+    def asked(self, path: Path) -> list[Example]:
+        """The examples of a file that are asked, with the chunks that are wanted."""
+        found, most = self.sets[path][: self.questions.limit], self.questions.chunks
         return found if most is None else [example.fewer(most) for example in found]
+
+    def notes(self) -> Iterator[str]:
+        """What the user of the sets should know before they are measured."""
+        for path, examples in self.sets.items():
+            count = sum(not example.answers for example in examples)
+            if 0 < count < len(examples):
+                yield (
+                    f"{path}: {count} of {len(examples)} questions have no answers; no method is "
+                    "right or wrong in them"
+                )
 
     def chosen(self, journal: Journal) -> Iterator[dict[str, Any]]:
         """The journal's measurements of the examples that are asked, and whether each is right.
 
         That is found in the text they keep.
         """
-        asked = {(path.stem, one.digest): one for path in self.data for one in self.asked(path)}
+        asked: dict[tuple[str, str], Example] = {}
+        for path, whole in self.sets.items():
+            long = is_long(whole)
+            asked |= {(path.stem, one.digest(long=long)): one for one in self.asked(path)}
         for row in journal.rows():
             example = asked.get((row["data"], row["example"]))
             if example is None:
@@ -354,16 +386,30 @@ def evaluate(
             and the number of all.
 
     Raises:
-        EvaluationError: a data file has no examples, or a line that is none.
-        ContextOverflowError: an example exceeds the model's context.
+        EvaluationError: a data file has no examples, or a line that is none; or an example cannot
+            be measured, such as one that exceeds the model's context.
     """
-    sets = {path: settings.asked(path) for path in settings.data}
-    for path, examples in sets.items():
-        with closing(EncodedEngines(engine.model, long=is_long(load_examples(path)))) as engines:
+    for path, whole in settings.sets.items():
+        examples, long = settings.asked(path), is_long(whole)
+        with closing(EncodedEngines(engine.model, long=long)) as engines:
             for done, example in enumerate(examples, 1):
-                about = path.stem, example.digest
+                about = path.stem, example.digest(long=long)
                 missing = [t for t in settings.trials if (*about, t.name, t.ratio) not in journal]
                 if missing:
-                    for row in engines.rows(example, missing, generates=settings.questions.answers):
+                    rows = engines.rows(example, missing, generates=settings.questions.answers)
+                    for row in _named(rows, path, example):
                         journal.add({"data": path.stem, **row})
                 progress(path.stem, done, len(examples))
+
+
+def _named(
+    rows: Iterable[dict[str, Any]], path: Path, example: Example
+) -> Iterator[dict[str, Any]]:
+    """The same; an error in making them says which question it was."""
+    try:
+        yield from rows
+    except CachedRAGError as error:
+        raise EvaluationError(
+            f"{path}, question {example.id!r}: {error}; change it, take it out of the file, or "
+            "ask all with fewer chunks (--chunks)"
+        ) from error

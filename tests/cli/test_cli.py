@@ -23,7 +23,7 @@ from cached_rag import CachedRAG, ConfigError, Engine, __version__
 from cached_rag.cli import main as cli
 from cached_rag.cli.bench import Comparing
 from cached_rag.cli.terminal import plain, print_json, sooner
-from cached_rag.errors import DocumentError, StoreError
+from cached_rag.errors import DocumentError, EvaluationError, StoreError
 from cached_rag.rag.chunks import Embedder
 from cached_rag.rag.folder import SYSTEM
 from docs.experiments import __main__ as experiments
@@ -603,6 +603,24 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
     assert json.loads(again.stdout)["rows"] == rows
     shown = run(cli.app, command)
     assert "fewer than 30 questions" in shown.stdout
+
+
+def test_eval_judges_all_of_its_files_before_a_model_is_loaded(tmp_path, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: loaded.append(1))
+    path = tmp_path / "set.jsonl"
+    write_set(path, "What is green?", "Who?", "Where?")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], "{broken"]))
+    command = ["eval", "--data", str(path), "--limit", "2"]
+    result = run(cli.app, command)
+    assert isinstance(result.exception, EvaluationError)
+    assert "line 3" in str(result.exception)
+    assert not loaded
+    lines[0] = json.dumps(json.loads(lines[0]) | {"answers": []})
+    path.write_text("\n".join(lines))
+    said = " ".join(run(cli.app, command).stderr.split())
+    assert f"{path}: 1 of 3 questions have no answers" in said
 
 
 def test_eval_writes_into_the_users_home(tmp_path, monkeypatch):

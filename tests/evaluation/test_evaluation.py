@@ -262,6 +262,44 @@ def test_a_journal_of_another_run_is_refused(tmp_path):
         Journal(tmp_path / "j.jsonl", {"model": "one"})
 
 
+@pytest.mark.parametrize("lacking", ["text", "origin", "id", "example", "full_ttft_ms"])
+def test_a_measurement_that_lacks_something_is_said_when_the_journal_is_read(
+    data, tmp_path, lacking
+):
+    _, journal = run(data, tmp_path, ["full"], limit=1)
+    head, line = journal.path.read_text().splitlines()
+    row = json.loads(line)
+    del row[lacking]
+    journal.path.write_text(f"{head}\n{json.dumps(row)}\n")
+    with pytest.raises(EvaluationError, match=rf"line 2: not a measurement \(it lacks {lacking}\)"):
+        run(data, tmp_path, ["full"], limit=1)
+
+
+def test_a_set_whose_answers_became_long_is_measured_anew(data, tmp_path):
+    run(data, tmp_path, ["full"], limit=2)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    for number in range(3, 7):
+        row = rows[0] | {"id": str(number), "answers": ["so many words " * 10]}
+        rows.append(row)
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (full,), journal = run(data, tmp_path, ["full"], limit=2)
+    assert full["n"] == 2
+    assert len(list(journal.rows())) == 4
+    (fresh,), _ = run(data, tmp_path, ["full"], limit=2, name="fresh.jsonl")
+    assert full["nll"] == fresh["nll"]
+
+
+def test_a_question_that_cannot_be_measured_is_named_with_its_file(data, tmp_path):
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    rows[1] |= {"id": "q7", "question": "word " * 9000}
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(
+        EvaluationError, match=r"small\.jsonl, question 'q7': .* context .*--chunks"
+    ):
+        run(data, tmp_path, ["full"])
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 2  # what was measured
+
+
 def test_a_journal_that_cannot_be_kept_says_so(tmp_path, monkeypatch):
     with pytest.raises(EvaluationError, match=r"cannot be kept in .*--journal"):
         Journal(tmp_path, {})  # a folder
@@ -275,7 +313,8 @@ def test_a_journal_that_cannot_be_kept_says_so(tmp_path, monkeypatch):
 def test_measurements_say_where_they_come_from(tmp_path):
     path, run = tmp_path / "j.jsonl", {"model": "one"}
     here = {"commit": "a1", "processor": "P", "threads": 1, "cores": 2}
-    key = {"data": "d", "method": "full", "ratio": 1.0}
+    key = {"data": "d", "method": "full", "ratio": 1.0, "id": "1", "text": None}
+    key |= {"ttft_ms": 1.0, "full_ttft_ms": 1.0}
     for number, machine in enumerate((here, here, here | {"commit": "b2"}, None)):
         Journal(path, run, machine).add({**key, "example": str(number), "nll": 1.0})
     found = {one["commit"]: one for one in origins(Journal(path, run).rows())}
@@ -290,7 +329,13 @@ _ASKED = {"id": 1, "question": "?", "chunks": [{"text": "It costs 70."}]}
     "line",
     [
         *("{", '{"id": 1}', '{"id": 1, "question": "?", "chunks": []}', '{"chunks": "x"}', "[]"),
-        *(json.dumps(_ASKED | {name: "70"}) for name in ("answers", "answer")),
+        *(json.dumps(_ASKED | {name: "70"}) for name in ("answers", "answer", "anwsers")),
+        *(json.dumps(_ASKED | {"answers": wrong}) for wrong in ({"text": ["70"]}, None, [["70"]])),
+        *(json.dumps(_ASKED | {name: None}) for name in ("id", "question", "chunks", "document")),
+        *(json.dumps(_ASKED | {"chunks": [{"text": wrong}]}) for wrong in (None, ["70"], True)),
+        json.dumps(_ASKED | {"chunks": [{"text": "It costs 70.", "title": ["a"]}]}),
+        json.dumps(_ASKED | {"question": "half of a pair: \ud83d"}),
+        "[" * 100_000,
     ],
 )
 def test_bad_data_is_named_with_its_line(line, tmp_path):
@@ -303,6 +348,23 @@ def test_bad_data_is_named_with_its_line(line, tmp_path):
     path.write_text("\n")
     with pytest.raises(EvaluationError, match="no examples"):
         load_examples(path)
+
+
+def test_what_a_chunk_is_and_what_a_key_is_called_is_said(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    for changed, said in (
+        (
+            {"chunks": ["It costs 70."]},
+            r'chunks is a list of objects: \{"text": ..., "title": ...\}',
+        ),
+        ({"anwsers": ["70"]}, "'anwsers' is not known; write answers"),
+    ):
+        path.write_text(json.dumps(_ASKED | changed))
+        with pytest.raises(EvaluationError, match=said):
+            load_examples(path)
+    path.write_text(json.dumps(_ASKED | {"answers": [70, 7.5], "answer_place": 3}))
+    (example,) = load_examples(path)
+    assert (example.id, example.answers) == ("1", ("70", "7.5"))
 
 
 def test_sets_without_answers_have_no_scores(data, tmp_path):
