@@ -55,7 +55,7 @@ def demo_command(
     A second run finds everything ingested.
     """
     # Each question is asked twice, and what the first left would serve the second.
-    with cached_rag.CachedRAG.open(index, model or MODEL, **how) as rag:
+    with cached_rag.CachedRAG.open(index, model or MODEL, **options.signed(how)) as rag:
         documents = _copied(index / "documents")
         out.print(f"Loading {rag.settings['model']} ...", soft_wrap=True)
         summary = rag.ingest(documents)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress
@@ -42,6 +42,10 @@ class Placing:
     def read(self, file: Path) -> cached_rag.Schema:
         """The schema in a file."""
         return cached_rag.Schema.from_file(file, layout=self.layout, behind=self.behind)
+
+    def kept(self, **more: Any) -> cached_rag.StoreConfig:
+        """Where KV is kept."""
+        return cached_rag.StoreConfig(self.store, **options.signed(more))
 
 
 @schema_app.command()
@@ -104,7 +108,7 @@ def encode(
     if placing.store is None:
         raise ConfigError("give --store, a folder for KV: else nothing is left of it")
     schema = placing.read(file)
-    with cached_rag.Engine.load(model, store=placing.store, **how) as engine:
+    with cached_rag.Engine.load(model, store=placing.kept(), **how) as engine:
         engine.library.check_kept()  # else nothing would be left of it in the folder asked for
         missing = len(schema.missing(engine))
         with Progress(console=err, disable=as_json) as bar:
@@ -152,8 +156,7 @@ def run(
     filled = read(prompt)
     filled = filled.then(said.text) if said.text else filled
     # Full prefill must not find what the first answer left.
-    settings = cached_rag.StoreConfig(placing.store, sequence_bytes=0)
-    with cached_rag.Engine.load(model, store=settings, **how) as engine:
+    with cached_rag.Engine.load(model, store=placing.kept(sequence_bytes=0), **how) as engine:
         filled.schema.encode(engine)
         stream = engine.stream(filled, **asked)
         text = print_pieces(stream, are_shown=not as_json)

@@ -154,8 +154,18 @@ class Explanation:
         return page(self, is_whole=True)
 
     def save(self, path: str | Path) -> None:
-        """Write the page to a file."""
-        Path(path).write_text(self.html(), encoding="utf-8")
+        """Write the page to a file.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        try:
+            Path(path).write_text(self.html(), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"the page cannot be written to {path}: {error.strerror or error}; make room, or "
+                "name a file in a folder that is there"
+            ) from error
 
     @cached_property
     def rows(self) -> list[Row]:

@@ -160,6 +160,41 @@ def test_explain_says_before_it_answers_that_it_cannot_write(index, tmp_path, mo
         assert str(page) in str(result.exception)
 
 
+def test_commands_that_open_a_store_sign_it(tmp_path, monkeypatch):
+    class OpenedError(Exception):
+        """With this key."""
+
+    def opened(*_, **how):
+        raise OpenedError(how.get("signing_key") or how["store"].signing_key)
+
+    monkeypatch.setenv("CACHED_RAG_SIGNING_KEY", "k" * 32)
+    monkeypatch.setattr(CachedRAG, "open", opened)
+    monkeypatch.setattr(Engine, "load", opened)
+    (tmp_path / "a.xml").write_text('<schema name="a"><module name="m">Copper.</module></schema>')
+    (tmp_path / "documents.sqlite").touch()
+    schema, here = str(tmp_path / "a.xml"), ["--index", str(tmp_path)]
+    asking = [[name, "q", *here] for name in ("ask", "explain", "search", "hold", "delete")]
+    for command in (
+        *asking,
+        ["demo", *here],
+        ["chat", *here],
+        ["serve", *here, "--port", "0"],
+        ["serve", "--store", str(tmp_path), "--port", "0"],
+        ["ingest", schema, *here],
+        ["schema", "encode", schema, "--store", str(tmp_path)],
+        ["schema", "run", schema, '<prompt schema="a"><m/>Hi</prompt>'],
+    ):
+        result = run(cli.app, command)
+        assert repr(result.exception) == repr(OpenedError("k" * 32)), command
+
+
+def test_a_page_that_cannot_be_written_is_said(index):
+    command = ["explain", "copper", "--index", str(index), "--dtype", "float32"]
+    result = run(cli.app, [*command, "--max-tokens", "2", "--html", "/dev/full"])
+    assert isinstance(result.exception, ConfigError)
+    assert "cannot be written to /dev/full: No space left" in str(result.exception)
+
+
 def test_schema_encode_fails_where_nothing_can_be_kept(tmp_path, model_folder):
     (tmp_path / "a.xml").write_text(
         '<schema name="a"><module name="m">Copper turns green in the air.</module></schema>'
