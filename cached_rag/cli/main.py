@@ -20,7 +20,7 @@ from cached_rag.cli import ask, bench, documents, schema, serve, store
 from cached_rag.cli.options import FILE, SettingsCommand, with_settings
 from cached_rag.cli.terminal import err, out
 from cached_rag.errors import CachedRAGError, ConfigError
-from cached_rag.options import unknown_settings
+from cached_rag.options import require, unknown_settings
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -151,6 +151,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
+        require(sys.stdout is not None, "standard output is closed; send it to a file or /dev/null")
         app()
     except CachedRAGError as error:
         err.print(f"error: {error}", style="red")

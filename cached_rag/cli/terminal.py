@@ -7,16 +7,20 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from cached_rag.errors import ConfigError
+
 # A pipe or a file has no width: tables are written as on a wide screen, and nothing is cut off.
-_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
+_IS_SEEN = sys.stdout is not None and sys.stdout.isatty()  # None is one that is closed
+_WIDTH = None if _IS_SEEN or "COLUMNS" in os.environ else 200
 # Tokens of a prompt that reuse need not make faster.
 _SHORT = 1000
 # Control characters, halves of surrogate pairs, and what changes the direction of writing.
@@ -28,10 +32,26 @@ def visible(text: str) -> str:
     return _HIDDEN.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+@contextmanager
+def _written(file: IO[str]) -> Iterator[None]:
+    """Says in one line that a disk is full; of a reader that has gone, click says nothing."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with open(os.devnull, "wb") as nowhere:  # where Python writes at its end what is left
+            os.dup2(nowhere.fileno(), file.fileno())
+        raise ConfigError(
+            f"the output cannot be written: {error.strerror}; make room, or send it elsewhere"
+        ) from error
+
+
 class _Terminal(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich does, but text is made `visible`."""
-        super().print(*(visible(o) if isinstance(o, str) else o for o in objects), **options)
+        with _written(self.file):
+            super().print(*(visible(o) if isinstance(o, str) else o for o in objects), **options)
 
 
 # Texts and names are printed as they are: ":key:" is no picture of a key, and "[red]" no colour.
@@ -43,8 +63,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 def print_json(value: Mapping[str, Any]) -> None:
     """One object on one line of standard output, without any styling."""
-    sys.stdout.write(json.dumps(value, default=str) + "\n")
-    sys.stdout.flush()  # into a pipe, too, whose reader may wait for it
+    with _written(sys.stdout):
+        sys.stdout.write(json.dumps(value, default=str) + "\n")
+        sys.stdout.flush()  # into a pipe, too, whose reader may wait for it
 
 
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:

@@ -870,6 +870,28 @@ def test_a_code_page_that_lacks_a_character_fails_no_command(tmp_path):
     assert "'m?'" not in as_json
 
 
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("os.dup2(os.open('/dev/full', os.O_WRONLY), 1)", "the output cannot be written: No space"),
+        ("sys.stdout = None", "standard output is closed"),
+    ],
+)
+def test_output_that_cannot_be_written_is_one_line_and_exit_1(tmp_path, place, said):
+    (tmp_path / "a.xml").write_text("<schema>")
+    code = f"import os, sys; {place}\nfrom cached_rag.cli import run; run()"
+    for more in ([], ["--json"]):
+        done = run_fresh(code, "schema", "check", "a.xml", *more, cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"error: {said}")
+        assert done.stderr.count("\n") == 1
+
+
+def test_the_terminal_is_looked_at_where_it_is_closed():
+    code = "import sys; sys.stdout = None; import cached_rag.cli.terminal"
+    assert run_fresh(code, modules="rich").returncode == 0
+
+
 def test_the_version_is_an_option():
     said = run(cli.app, ["--version"])
     assert (said.exit_code, said.stdout) == (0, f"{__version__}\n")
