@@ -153,14 +153,16 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-# Which method it is: what is given of these says all of it.
+# Which method it is, and where KV is: what is given of these says all of it.
 OF_METHODS = ("method", "quality", "recompute_ratio")
+_OF_FOLDERS = ("index", "store")
 
 
 class SettingsCommand(TyperCommand):
     """A command that hides its rare options, unless asked for all.
 
-    A method that is given takes the place of all that a file of settings says of one.
+    A method that is given takes the place of all that a file of settings says of one, and an index
+    or a store that of the other.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -176,12 +178,11 @@ class SettingsCommand(TyperCommand):
                 one.hidden = False  # type: ignore[attr-defined]
             args = ["--help"]
         left: list[str] = super().parse_args(ctx, args)
-        sources = {
-            name: ctx.get_parameter_source(name) for name in OF_METHODS if name in ctx.params
-        }
-        given = {name for name, source in sources.items() if source.name == "COMMANDLINE"}
-        if given - {"recompute_ratio"}:
-            ctx.params.update(dict.fromkeys(sources.keys() - given))
+        for group in (OF_METHODS, _OF_FOLDERS):
+            sources = {name: ctx.get_parameter_source(name) for name in group if name in ctx.params}
+            given = {name for name, source in sources.items() if source.name == "COMMANDLINE"}
+            if given - {"recompute_ratio"}:
+                ctx.params.update(dict.fromkeys(sources.keys() - given))
         return left
 
 

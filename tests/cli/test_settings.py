@@ -133,6 +133,29 @@ def test_a_method_that_is_given_replaces_all_that_a_file_says_of_one(args, metho
     assert found == [(method, ratio)]
 
 
+@pytest.mark.parametrize(
+    ("file", "args", "found"),
+    [
+        ({"index": "i"}, ["--store", "kv"], (None, "kv")),
+        ({"store": "kv"}, ["--index", "i"], ("i", None)),
+        ({"index": "i", "store": "kv"}, [], ("i", "kv")),
+        ({}, ["--index", "i", "--store", "kv"], ("i", "kv")),
+    ],
+)
+def test_a_store_or_an_index_that_is_given_replaces_what_a_file_says_of_the_other(
+    file, args, found
+):
+    taken = []
+    cli = typer.Typer()
+
+    @cli.command(cls=SettingsCommand)
+    def serve(index: str | None = None, store: str | None = None) -> None:
+        taken.append((index, store))
+
+    assert CliRunner().invoke(cli, args, default_map=file).exit_code == 0
+    assert taken == [found]
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_a_screen_and_help_all_has_the_rest(command):
     runner, words = CliRunner(), command.split()
