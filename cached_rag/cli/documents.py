@@ -131,7 +131,7 @@ def _print(summary: cached_rag.IngestSummary, model: str, *, as_json: bool) -> N
     if as_json:
         print_json(dataclasses.asdict(summary))
         return
-    out.print(f"{summary} of {model}")
+    out.print(f"{summary.to_line()} of {model}")
     for note in _notes(summary):
         err.print(note, style="yellow")
 

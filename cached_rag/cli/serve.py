@@ -68,10 +68,12 @@ def serve_command(
     with bind(config.host, config.port) as bound:  # before the model, which takes its time
         if index is not None:
             rag = cached_rag.CachedRAG.open(index, model, **how)
+            _say_loading(rag.settings["model"])
             engine, served, close = rag.engine, ServedIndex(rag), rag.close
         else:
             loading, kept, batch = parted(how, *_ENGINE.kinds)
             settings = StoreConfig(path=None if store is None else str(store), **kept)
+            _say_loading(model or DEFAULT_MODEL)
             engine = cached_rag.Engine.load(
                 model or DEFAULT_MODEL, store=settings, batch=BatchConfig(**batch), **loading
             )
@@ -85,3 +87,7 @@ def serve_command(
             err.print(f"serving {service.name} at {address}/v1")
 
         serve(service, config, bound, say, close, connections)
+
+
+def _say_loading(model: str) -> None:
+    err.print(f"Loading {model} ...")

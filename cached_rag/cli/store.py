@@ -36,6 +36,8 @@ store_app = typer.Typer(help="Look after the KV store of an index.", no_args_is_
 def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """How much KV an index holds."""
     prompts = _of_kept(index, lambda kept: kept.nbytes, 0)
+    with documents_of(index) as documents:
+        _, chunks = documents.count()
     with _disk_store(index) as store:
         path, codec, texts, nbytes = str(store.path), store.codec.name, len(store), store.nbytes
     if as_json:
@@ -43,8 +45,9 @@ def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
         print_json(found | {"prompts_bytes": prompts})
     else:
         out.print(
-            f"{texts} texts, each encoding counted, {nbytes / 2**30:.2f} GiB, codec {codec}, "
-            f"in {path}; {prompts / 2**20:.1f} MiB of finished prompts",
+            f"{texts} encodings of {chunks} chunks and the prompt's head, "
+            f"{nbytes / 2**30:.2f} GiB, codec {codec}, in {path}; "
+            f"{prompts / 2**20:.1f} MiB of finished prompts",
             soft_wrap=True,
         )
 

@@ -15,6 +15,8 @@ from tqdm import tqdm
 
 # How long an encoding takes before its bar is drawn: that of a few chunks would only flicker.
 _DELAY_S = 0.5
+# Of how many files that were skipped a summary says why.
+_NAMED = 3
 
 # Called by whoever works on a file with the share of it that is done, 0 to 1.
 ShareDone = Callable[[float], object]
@@ -60,7 +62,8 @@ class IngestSummary:
     stored_bytes: int = 0
     missing: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def to_line(self) -> str:
+        """All of it in one line; of skipped files their number."""
         skipped = f", {len(self.skipped)} skipped (see `skipped`)" if self.skipped else ""
         return (
             f"{self.added} documents added, {self.unchanged} unchanged, {self.deleted} deleted"
@@ -68,6 +71,11 @@ class IngestSummary:
             f"in all passes) in {self.seconds:.1f} s; the index has "
             f"{self.stored_bytes / 2**20:.0f} MiB of KV"
         )
+
+    def __str__(self) -> str:
+        """The line, and below it the first files that were skipped, each with the reason."""
+        named = [f"skipped {reason}" for _, reason in self.skipped[:_NAMED]]
+        return "\n".join([self.to_line(), *named])
 
 
 class Bar(tqdm):  # type: ignore[type-arg]

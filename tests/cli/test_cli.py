@@ -89,7 +89,8 @@ def test_store_commands_count_verify_and_prune(index):
     where = ["--index", str(index), "--json"]
     stats = json.loads(run(cli.app, ["store", "stats", *where]).stdout)
     assert stats["texts"] == 7  # three chunks twice, and their prefix
-    assert "7 texts, " in run(cli.app, ["store", "stats", "--index", str(index)]).stdout
+    shown = run(cli.app, ["store", "stats", "--index", str(index)]).stdout
+    assert "7 encodings of 3 chunks and the prompt's head, " in shown
     assert run(cli.app, ["store", "verify", *where]).exit_code == 0
     victim = next((index / "kv" / "blobs").glob("*/*"))
     victim.write_bytes(victim.read_bytes()[:-1])
@@ -585,7 +586,8 @@ def test_serve_serves_an_index_until_it_is_stopped(index, monkeypatch):
     result = run(cli.app, ["serve", "--index", str(index), *options])
     assert result.exit_code == 0, result.output
     assert answers[0]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    assert "GiB of KV on disk (--disk-bytes)" in result.stderr
+    loading, disk = (result.stderr.index(said) for said in ("Loading ", "GiB of KV on disk ("))
+    assert loading < disk
     assert "serving m at http://0.0.0.0:" in result.stderr
 
 
