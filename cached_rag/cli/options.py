@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 import cached_rag
 from cached_rag.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
+from cached_rag.kv.files import is_file
 from cached_rag.options import Setting, settings_of
 from cached_rag.rag.folder import IndexConfig, Reranking
 from cached_rag.rag.index import CHANGEABLE, DocumentIndex
@@ -308,7 +309,7 @@ def require_index(index: Path) -> None:
     Raises:
         ConfigError: it is none.
     """
-    if not (index / "documents.sqlite").is_file():
+    if not is_file(index / "documents.sqlite"):
         raise ConfigError(
             f"there is no index at {index}; make one with: cached-rag ingest PATH --index {index}"
         )

@@ -16,6 +16,7 @@ from cached_rag.errors import ConfigError, StoreError, StoreFullError
 from cached_rag.kv import holdings
 from cached_rag.kv.catalog import Catalog
 from cached_rag.kv.database import Database, Problem
+from cached_rag.kv.files import is_file, is_folder, status_of
 from cached_rag.kv.holdings import Holding
 from cached_rag.rag.index import DocumentIndex
 
@@ -121,7 +122,7 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
         StoreFullError: the disk is full, and stays so without the KV that may go.
     """
     folder = index / "kv"
-    databases = [*filter(Path.is_file, (index / "documents.sqlite", folder / holdings.CATALOG))]
+    databases = [*filter(is_file, (index / "documents.sqlite", folder / holdings.CATALOG))]
     gone: list[tuple[int, int]] = []
     with _disk_store(index) as store:
 
@@ -155,7 +156,7 @@ def _of_kept(index: Path, ask: Callable[[KeptPrompts], _T], otherwise: _T) -> _T
     from cached_rag.kv.kept import KeptPrompts  # with PyTorch, which help needs not
 
     folder = index / "kv" / holdings.FOLDER
-    if not folder.is_dir():
+    if not is_folder(folder):
         return otherwise
     with closing(KeptPrompts(folder, secret=signing_key())) as kept:
         return ask(kept)
@@ -214,9 +215,9 @@ def _problems(
     path: Path, opened: Callable[[Path], Catalog | DiskStore | DocumentIndex]
 ) -> list[Problem]:
     """What is wrong with a file; nothing if there is no file."""
-    if not path.exists():
-        return []
     try:
+        if status_of(path) is None:
+            return []
         with closing(opened(path)) as checked:
             return checked.check()
     except StoreError as error:

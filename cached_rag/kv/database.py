@@ -23,7 +23,7 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from cached_rag.errors import ClosedError, ConfigError, StoreError, StoreFullError
-from cached_rag.kv.files import make_folder
+from cached_rag.kv.files import make_folder, status_of
 from cached_rag.kv.fingerprint import digest
 
 _log = logging.getLogger(__name__)
@@ -113,11 +113,11 @@ class Database:
 
     def _state(self) -> tuple[int, ...]:
         """What changes when somebody writes the file; first of all, whether it has a log."""
-        has_log = self.path.with_name(self.path.name + "-wal").exists()
         try:
+            has_log = self.path.with_name(self.path.name + "-wal").exists()
             stat = self.path.stat()
         except OSError:  # which SQLite will say when it opens the file
-            return (has_log,)
+            return (False,)
         return has_log, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
     def _is_outdated(self) -> bool:
@@ -241,9 +241,9 @@ class Database:
         before it was moved between pages. So the file is written anew, if that takes no longer
         than a deletion may; else `compact` is left to who prunes.
         """
-        if not self.path.exists():  # somebody removed it
+        if (status := status_of(self.path)) is None:  # somebody removed it
             return
-        if self.path.stat().st_size <= _COMPACTED_BYTES:
+        if status.st_size <= _COMPACTED_BYTES:
             try:
                 self.compact()
             except StoreError as error:  # no room, for one; what was deleted is deleted

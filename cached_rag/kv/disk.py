@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.database import BRIEFLY_S, Problem
 from cached_rag.kv.entries import Entry, Listed
-from cached_rag.kv.files import DraftFiles, make_folder
+from cached_rag.kv.files import DraftFiles, is_file, is_folder, make_folder, status_of
 from cached_rag.kv.fingerprint import module_key
 from cached_rag.kv.tiers import IsWanted
 
@@ -64,7 +64,7 @@ class DiskStore(Listed):
 
     def __contains__(self, key: str) -> bool:
         entry = self._entry(key)
-        return entry is not None and self._is_usable(entry) and self._file(entry).is_file()
+        return entry is not None and self._is_usable(entry) and is_file(self._file(entry))
 
     def _is_usable(self, entry: Entry) -> bool:
         """Whether a file is signed where there is a secret, and is not where there is none."""
@@ -194,7 +194,7 @@ class DiskStore(Listed):
             sizes = _removed(drafts)
         with self._database.transaction() as connection:
             sizes += _removed(self._litter()[0])
-            missing = [one for one in self._entries.all() if not self._file(one).is_file()]
+            missing = [one for one in self._entries.all() if not is_file(self._file(one))]
             self._entries.remove(connection, missing)
             self._entries.recount(connection)
             evicted = self._entries.over(connection)
@@ -305,7 +305,7 @@ class Handoff:
 
 def _removed(paths: list[Path]) -> list[int]:
     """Delete files; returns the bytes of each."""
-    sizes = [path.lstat().st_size for path in paths]
+    sizes = [status.st_size for status in map(status_of, paths) if status is not None]
     _unlink(paths)
     return sizes
 
@@ -315,7 +315,7 @@ def _unlink(paths: Iterable[Path]) -> None:
         try:
             path.unlink(missing_ok=True)
         except OSError as error:
-            if path.is_dir():  # put there by others, as `check` says
+            if is_folder(path):  # put there by others, as `check` says
                 continue
             raise StoreError(
                 f"{path} cannot be removed ({error}); allow this user to write its folder"
@@ -323,6 +323,12 @@ def _unlink(paths: Iterable[Path]) -> None:
 
 
 def _inside(folder: Path) -> list[os.DirEntry[str]]:
-    with suppress(FileNotFoundError), os.scandir(folder) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
-    return []
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StoreError(
+            f"{folder} cannot be listed ({error}); allow this user to read and search it"
+        ) from error

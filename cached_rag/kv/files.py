@@ -30,6 +30,8 @@ _CAUTIOUS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | _CAUTIOUS | getattr(os, "O_BINARY", 0)
 # What opening a link or a socket comes to.
 _NO_FILE = (errno.ELOOP, errno.ENXIO)
+# What looking at a path comes to where nothing is.
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def make_folder(path: Path) -> None:
@@ -43,6 +45,38 @@ def make_folder(path: Path) -> None:
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """What `Path.stat` says of a path; None if nothing is there.
+
+    `Path.is_file` and its kin do not tell that from a folder that cannot be searched: they raise
+    PermissionError, or from Python 3.14 on say no.
+
+    Raises:
+        StoreError: it cannot be known.
+    """
+    try:
+        return path.stat()
+    except OSError as error:
+        if error.errno in _NOTHING:
+            return None
+        raise StoreError(
+            f"it is not known whether {path} is there ({error}); allow this user to search its "
+            "folder and those above it, which belong to root if sudo made them"
+        ) from error
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file; raises as `status_of`."""
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder; raises as `status_of`."""
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def open_file(path: Path) -> BufferedReader:
@@ -94,11 +128,11 @@ class DraftFiles:
         """Drafts whose writers were killed; none while anybody writes. No new one is begun here."""
         with contextlib.ExitStack() as stack:
             found: list[Path] = []
-            if fcntl is not None and not self.folder.is_symlink():
+            if fcntl is not None:
                 with contextlib.suppress(OSError):  # also where there is no folder yet
                     stack.enter_context(self._locked("LOCK_EX", "LOCK_NB"))
-                    found = sorted(self.folder.iterdir())
-            yield [path for path in found if path.is_file() and not path.is_symlink()]
+                    found = [] if self.folder.is_symlink() else sorted(self.folder.iterdir())
+            yield [path for path in found if is_file(path) and not path.is_symlink()]
 
     @contextlib.contextmanager
     def _locked(self, *flags: str) -> Iterator[None]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, inner_ids
 from cached_rag.kv.database import IN_MEMORY
+from cached_rag.kv.files import is_file, is_folder
 from cached_rag.kv.fingerprint import digest
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class Removals:
     def _forget_kept(self, doomed: Iterable[_Doomed]) -> None:
         """Delete what finished prompts left of these texts."""
         folder = self._database.path.parent / FOLDER
-        if self._database.path == IN_MEMORY or not folder.is_dir():
+        if self._database.path == IN_MEMORY or not is_folder(folder):
             return
         from cached_rag.kv.kept import KeptPrompts  # with PyTorch
 
@@ -182,7 +183,7 @@ class Holding:
 
 def makers(folder: Path) -> list[Maker]:
     """All models whose KV may be in a folder, in the order in which they came to use it."""
-    if not (folder / CATALOG).is_file():
+    if not is_file(folder / CATALOG):
         return []
     with closing(_catalog(folder)) as catalog:
         return catalog.makers()
@@ -207,7 +208,7 @@ def forget_digests(
     folder: Path, text_digests: Collection[str], remote: RemoteTier | None = None
 ) -> int:
     """As `forget`, given the digests of the texts."""
-    if not (folder / CATALOG).is_file():
+    if not is_file(folder / CATALOG):
         return 0
     with closing(_catalog(folder)) as catalog, closing(_disk(folder)) as disk:
         far = None if remote is None else partial(remote.delete, "")
@@ -275,7 +276,7 @@ def strays(folder: Path) -> list[str]:
     """
     with closing(_disk(folder)) as disk:
         held = disk.sizes()
-    if not (folder / CATALOG).is_file():
+    if not is_file(folder / CATALOG):
         return []
     needed: set[str] = set()
     for maker in makers(folder):

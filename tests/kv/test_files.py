@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 from contextlib import closing, contextmanager, suppress
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,9 +27,9 @@ from cached_rag import Engine, StoreConfig
 from cached_rag.backends.machine import kept_profile, profile_key, profile_of
 from cached_rag.backends.resolve import file_digest
 from cached_rag.errors import CorruptBlobError, StoreError
-from cached_rag.kv import database, disk
+from cached_rag.kv import database, disk, holdings
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.catalog import Maker
+from cached_rag.kv.catalog import Catalog, Maker
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.tiers import MemoryStore, TieredStore
 from cached_rag.library.library import Library
@@ -377,6 +378,51 @@ def test_folders_are_made_for_their_owner_alone_and_those_above_them_too(tmp_pat
     modes = {p: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*") if p.is_dir()}
     assert len(modes) == 12
     assert set(modes.values()) == {0o700}
+
+
+# Folders that may not be searched ----------------------------------------------------------------
+
+
+@contextmanager
+def locked(folder):
+    """A folder that this thread may not search, though it be root's, who has two rights for it."""
+    version, rights = (ctypes.c_uint32 * 2)(0x20080522), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None)
+    libc.capget(version, rights)
+    before, rights[0] = rights[0], rights[0] & ~0b110
+    folder.chmod(0)
+    libc.capset(version, rights)
+    try:
+        yield
+    finally:
+        rights[0] = before
+        libc.capset(version, rights)
+        folder.chmod(0o700)
+
+
+LOOKS = {
+    "contains": lambda store: key(1) in store,
+    "delete": lambda store: store.delete(key(1)),
+    "prune": lambda store: store.prune(),
+    "forget": lambda store: holdings.forget(store.path, ["a text"]),
+    "makers": lambda store: holdings.makers(store.path),
+    "strays": lambda store: holdings.strays(store.path),
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "look"),
+    [
+        *product(["", "blobs", f"blobs/{key(1)[:2]}"], ["contains", "delete", "prune"]),
+        *product([""], ["forget", "makers", "strays"]),
+    ],
+)
+def test_what_cannot_be_looked_at_is_not_taken_for_gone(store, place, look):
+    Catalog(store.path / holdings.CATALOG, "model").close()
+    with locked(store.path / place), pytest.raises(StoreError, match="allow this user"):
+        LOOKS[look](store)
+    assert same(store.get(key(1), module(1).token_ids), module(1))
+    assert store.check() == []
 
 
 # What is no file ---------------------------------------------------------------------------------
