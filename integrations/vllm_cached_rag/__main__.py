@@ -15,11 +15,13 @@ from vllm_cached_rag.node import PrefillNode
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
+# Where in a store the engine keeps finished prompts; whoever bounds one deletes the other's.
+_KEPT = "prompts"
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 Model = Annotated[str, typer.Option(help="Folder or hub id, the one that vLLM is given.")]
 Store = Annotated[Path, typer.Option(help="Folder with chunks' KV; an index has it in kv/.")]
 Folder = Annotated[
-    Path | None, typer.Option(help="Folder for KV of whole prompts. Default: STORE/prompts.")
+    Path | None, typer.Option(help="Folder for KV of whole prompts. Default: STORE/handoff.")
 ]
 Dtype = Annotated[str | None, typer.Option(help="The dtype that vLLM is given.")]
 
@@ -32,10 +34,16 @@ def _node(
     method: str = "auto",
     remote: str | None = None,
 ) -> PrefillNode:
+    handoff = (handoff or store / "handoff").absolute()
+    if handoff.resolve() in (store.resolve(), (store / _KEPT).resolve()):
+        raise ConfigError(
+            f"in {handoff} the store keeps KV of its own, and each would delete the other's; give "
+            "--handoff another folder, such as STORE/handoff"
+        )
     signed = os.environ.get("CACHED_RAG_SIGNING_KEY") or None
     settings = StoreConfig(path=str(store), remote=remote, signing_key=signed, learn="recurring")
     engine = Engine.load(model, store=settings, dtype=dtype)
-    return PrefillNode(engine, str((handoff or store / "prompts").absolute()), method)
+    return PrefillNode(engine, str(handoff), method)
 
 
 @app.command()

@@ -11,7 +11,8 @@ from vllm_cached_rag.__main__ import app
 from vllm_cached_rag.agreed import Settings, ticket_of
 from vllm_double import Server, served, tokens
 
-from cached_rag import CachedRAGError, Engine, load_model
+from cached_rag import CachedRAGError, ConfigError, Engine, load_model
+from cached_rag.kv.holdings import FOLDER
 from docs.experiments.vllm import bench
 
 pytestmark = pytest.mark.slow
@@ -23,8 +24,15 @@ def test_describe_prints_what_the_connector_takes(model_folder, tmp_path):
     config = json.loads(done.stdout.splitlines()[-1])
     settings = Settings.of(config["kv_connector_extra_config"])
     assert settings.fingerprint == load_model(model_folder, dtype="float32").fingerprint
-    assert (settings.handoff, settings.dtype) == (str(tmp_path / "prompts"), "float32")
+    assert (settings.handoff, settings.dtype) == (str(tmp_path / "handoff"), "float32")
     assert settings.num_layers == 4
+
+
+@pytest.mark.parametrize("folder", ["", FOLDER])
+def test_prompts_are_not_handed_over_where_the_store_has_its_own_kv(tmp_path, folder):
+    options = ["--model", "m", "--store", str(tmp_path), "--handoff", str(tmp_path / folder)]
+    with pytest.raises(ConfigError, match="--handoff another folder"):
+        CliRunner().invoke(app, ["describe", *options], catch_exceptions=False)
 
 
 def test_a_model_that_is_not_there_is_an_error_of_ours(tmp_path):
