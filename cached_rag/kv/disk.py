@@ -114,7 +114,13 @@ class DiskStore(Listed):
         codec, path = codec_by_name(entry.codec), self._file(entry)
         return open_blob(path, entry.key, token_ids, codec, entry.checksum, self._secret)
 
-    def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
+    def put(
+        self,
+        key: str,
+        kv: ModuleKV,
+        wanted: IsWanted = lambda: True,
+        until: float | None = None,
+    ) -> None:
         """Keep a module; see `KVStore.put`.
 
         Raises:
@@ -124,9 +130,9 @@ class DiskStore(Listed):
             nbytes, checksum = write_blob(draft, key, kv, self.codec, self._secret)
             self._check_size(nbytes, "disk_bytes")
             entry = Entry(key, self.codec.name, os.urandom(8).hex(), nbytes, checksum)
-            self._publish(draft, entry, wanted)
+            self._publish(draft, entry, wanted, until)
 
-    def _publish(self, draft: Path, entry: Entry, wanted: IsWanted) -> None:
+    def _publish(self, draft: Path, entry: Entry, wanted: IsWanted, until: float | None) -> None:
         """Give a draft its name and its row together; what it replaces or pushes out goes, too."""
         path = self._file(entry)
         make_folder(path.parent)
@@ -139,7 +145,7 @@ class DiskStore(Listed):
                 replaced = self._entry(entry.key)
                 if replaced and not self._secret and not self._is_usable(replaced):
                     raise SigningError(SIGNED)
-                gone = self._entries.put(connection, entry, self.max_bytes)
+                gone = self._entries.put(connection, entry, self.max_bytes, until)
                 os.replace(draft, path)
                 self._unlink(gone)
         except BaseException:

@@ -155,9 +155,16 @@ class Entries:
         return self.database.read(Entry, f"{_SELECT} WHERE {where}", *parameters)
 
     def put(
-        self, connection: Connection, entry: Entry, max_bytes: int | None = None
+        self,
+        connection: Connection,
+        entry: Entry,
+        max_bytes: int | None = None,
+        until: float | None = None,
     ) -> list[Entry]:
         """Add an entry, as the last of its queue; returns those that it replaces or pushes out.
+
+        Args:
+            until: see `KVStore.put`.
 
         Raises:
             StoreFullError: it is larger than what pins leave.
@@ -167,7 +174,7 @@ class Entries:
         standing = f"SELECT is_main, uses, pinned, until FROM files WHERE {_THIS}"
         before = self.database.rows(standing, *this)
         is_back = connection.execute(f"DELETE FROM gone WHERE {_THIS}", this).rowcount
-        is_main, *kept = before[0] if before else (is_back, 0, 0, math.inf)
+        is_main, uses, pinned, end = before[0] if before else (is_back, 0, 0, math.inf)
         gone += self.remove(connection, self._those(_THIS, *this))
         if max_bytes is not None:
             # Of pins, what a process with a larger bound, or none, has beyond this one's share.
@@ -179,7 +186,8 @@ class Entries:
                     "that pinned KV leaves; unpin some, or raise the store's bound"
                 )
         sql = f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {_NOW}, ?, ?, ?)"
-        connection.execute(sql, (*astuple(entry), is_main, *kept))
+        kept = (is_main, uses, pinned, end if until is None else until)
+        connection.execute(sql, (*astuple(entry), *kept))
         return gone
 
     def over(self, connection: Connection) -> list[Entry]:

@@ -6,7 +6,6 @@ And how they come from one place to another in the background. Knows no file for
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -77,13 +76,21 @@ class KVStore(Protocol):
     def ends(self, key: str) -> float:
         """When an entry's time is over, in seconds since 1970; infinite for never."""
 
-    def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
+    def put(
+        self,
+        key: str,
+        kv: ModuleKV,
+        wanted: IsWanted = lambda: True,
+        until: float | None = None,
+    ) -> None:
         """Keep a module; replaces an entry of the same key; may evict others (`entries.py`).
 
         Args:
             wanted: called when no `delete` can come in between; nothing is kept if it says no. So
                 a text that is forgotten first, and whose KV is deleted then, leaves none, even if
                 this process is killed.
+            until: when it goes, in seconds since 1970, infinite for never; None for the end of
+                what it replaces, or never.
 
         Raises:
             StoreFullError: it does not fit; nothing is changed.
@@ -124,7 +131,13 @@ class MemoryStore(Listed):
         """As `get`: all layers are there."""
         return self.get(key, token_ids)
 
-    def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
+    def put(
+        self,
+        key: str,
+        kv: ModuleKV,
+        wanted: IsWanted = lambda: True,
+        until: float | None = None,
+    ) -> None:
         """See `KVStore.put`. If the tensors are views of larger ones, they are copied."""
         self._check_size(kv.nbytes, "memory_bytes")
         keys, values = (each(side, self._kept) for side in (kv.keys, kv.values))
@@ -133,7 +146,7 @@ class MemoryStore(Listed):
         with self._database.transaction() as connection:
             if wanted():
                 entry = Entry(key, self._codec_name, "", kept.nbytes, "")
-                self._drop(self._entries.put(connection, entry, self.max_bytes))
+                self._drop(self._entries.put(connection, entry, self.max_bytes, until))
                 self.held[key] = kept
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -225,18 +238,24 @@ class TieredStore:
             raise damage
         return 0, None
 
-    def put(self, key: str, kv: ModuleKV, wanted: IsWanted = lambda: True) -> None:
+    def put(
+        self,
+        key: str,
+        kv: ModuleKV,
+        wanted: IsWanted = lambda: True,
+        until: float | None = None,
+    ) -> None:
         """Keep a module in the last tier, and in the faster ones if it fits.
 
         In these alone, if the last one has it from others and signed, as this process cannot.
         """
         level = len(self.tiers) - 1
         try:
-            self.tiers[-1].put(key, kv, wanted)
+            self.tiers[-1].put(key, kv, wanted, until)
         except SigningError:
             if not level:
                 raise
-            self._keep(level, key, kv, wanted)
+            self._keep(level, key, kv, wanted, until)
         else:
             self._keep(level, key, kv)
 
@@ -247,18 +266,24 @@ class TieredStore:
         """
         return sum(tier.delete(key) for tier in reversed(self.tiers)) > 0
 
-    def _keep(self, level: int, key: str, kv: ModuleKV, wanted: IsWanted | None = None) -> None:
+    def _keep(
+        self,
+        level: int,
+        key: str,
+        kv: ModuleKV,
+        wanted: IsWanted | None = None,
+        until: float | None = None,
+    ) -> None:
         """Put what tier `level` has into the faster ones, unless it is deleted meanwhile.
 
         Args:
             wanted: says whether it is, where tier `level` does not have it.
+            until: when it goes; None for when it does from tier `level`.
         """
-        until = self.tiers[level].ends(key)
+        until = self.tiers[level].ends(key) if until is None else until
         for tier in self.tiers[:level]:
             with suppress(StoreFullError):  # too large for a fast tier is no error
-                tier.put(key, kv)
-            if until < math.inf:
-                tier.hold([key], pinned=None, until=until)
+                tier.put(key, kv, until=until)
         is_wanted = key in self.tiers[level] if wanted is None else wanted()
         if not is_wanted:
             for tier in self.tiers[:level]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
 from cached_rag.kv.database import BRIEFLY_S, IN_MEMORY, PATIENCE_S
 from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.entries import until_when
 from cached_rag.kv.holdings import CATALOG, Removals
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.handed_over import HandedOver
@@ -402,10 +402,7 @@ class Library:
             return
         if text_digest is None and behind.context:
             self._catalog.add_other(kv.token_ids, behind.context)
-        self.shelf.keep(behind, kv, wanted)
-        if self._ttl_seconds is not None:
-            key, until = self.shelf.key(behind, kv.token_ids), time.time() + self._ttl_seconds
-            self.shelf.store.hold([key], pinned=None, until=until)
+        self.shelf.keep(behind, kv, wanted, until_when(self._ttl_seconds))
 
     def hold(
         self, chunks: Iterable[ChunkRecord], *, pinned: bool | None, until: float | None

@@ -133,17 +133,19 @@ class Shelf:
         """
         return self.spare(lambda: self.key(behind, token_ids) in self.store, False)
 
-    def keep(self, behind: EncodedAfter, kv: ModuleKV, wanted: IsWanted) -> None:
+    def keep(
+        self, behind: EncodedAfter, kv: ModuleKV, wanted: IsWanted, until: float | None = None
+    ) -> None:
         """Put KV into all tiers; into the remote one in the background.
 
         Args:
-            wanted: see `KVStore.put` and `RemoteTier.offer`.
+            wanted, until: see `KVStore.put` and `RemoteTier.offer`.
 
         Raises:
             StoreFullError: there is no room on this machine.
         """
         key = self.key(behind, kv.token_ids)
-        self.store.put(key, kv, wanted)
+        self.store.put(key, kv, wanted, until)
         if self.remote is not None:
             self.remote.offer(self.namespace, key, kv, wanted)
 

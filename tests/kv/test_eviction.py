@@ -225,3 +225,10 @@ def test_pins_that_are_over_count_no_more(monkeypatch):
     assert cache.get("a", (1,)).nbytes == 6
     assert cache._database.rows("SELECT 1 FROM files WHERE pinned") == []
     assert cache.ends("a") == float("inf")
+
+
+def test_what_replaces_another_ends_as_that_did_unless_it_is_told():
+    cache = MemoryStore(ROOM)
+    for until, end in ((9e9, 9e9), (None, 9e9), (8e9, 8e9), (float("inf"), float("inf"))):
+        cache.put("a", ONE, until=until)
+        assert cache.ends("a") == end

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
 from cached_rag.cli.main import app
 from cached_rag.errors import StoreFullError
+from cached_rag.kv.disk import DiskStore
+from cached_rag.library.matching import EncodedAfter
 
 OTHERS = [
     f"Text number {n} is about the {n * 7}th of many things, and about no other." for n in range(12)
@@ -135,6 +137,22 @@ def test_a_setting_says_how_long_all_of_it_lives(kind, tmp_path, clock):
         engine.hold(CHUNKS[:1], ttl_seconds=1000)
         clock(101)
         assert held(engine, CHUNKS[:2]) == CHUNKS[:1]
+
+
+def test_kv_has_its_end_from_the_moment_it_is_kept(tmp_path, monkeypatch):
+    put = DiskStore.put
+
+    def put_then_killed(*given):
+        put(*given)
+        raise KeyboardInterrupt
+
+    with Engine(tiny_model("llama"), settings("disk", tmp_path, ttl_seconds=100)) as engine:
+        _, kv, _ = engine.prompt_kv(CHUNKS[0])
+        monkeypatch.setattr(DiskStore, "put", put_then_killed)
+        with pytest.raises(KeyboardInterrupt):
+            engine.library.put(EncodedAfter(()), kv)
+        shelf = engine.library.shelf
+        assert shelf.disk.ends(shelf.key(EncodedAfter(()), kv.token_ids)) < time.time() + 101
 
 
 def test_a_copy_in_memory_ends_with_its_file(tmp_path, clock):
