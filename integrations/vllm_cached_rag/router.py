@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,10 +21,14 @@ from fastapi.responses import StreamingResponse
 from vllm_cached_rag.node import Handed, PrefillNode
 
 _PREFILLED = ("/v1/chat/completions", "/v1/completions")
+# What servers note of a request whose client has left; nobody gets it.
+_LEFT = 499
 # Headers that hold for one connection only, or that httpx writes itself.
 _HOP = {"host", "content-length", "connection", "transfer-encoding", "accept-encoding"}
 _HOP |= {"keep-alive", "te", "trailer", "upgrade", "proxy-authorization", "content-encoding"}
-_SECONDS = 3600.0  # a long prompt takes minutes on a CPU, and more behind others
+# A long prompt takes minutes on a CPU, and more behind others. Who waits is for vLLM to say.
+_TIMEOUT = httpx.Timeout(3600.0, connect=10.0)
+_LIMITS = httpx.Limits(max_connections=None)
 
 
 def create_app(
@@ -43,7 +47,7 @@ def create_app(
         max_body_bytes: most bytes of a request's body.
         transport: what asks vLLM; None for the network.
     """
-    client = httpx.AsyncClient(base_url=vllm, timeout=_SECONDS, transport=transport)
+    client = httpx.AsyncClient(base_url=vllm, timeout=_TIMEOUT, limits=_LIMITS, transport=transport)
     # Of its own: the others' threads may all wait for the model. And nobody waits for this one,
     # so that a request that is given up leaves no KV.
     cleaner = ThreadPoolExecutor(1, "forget")
@@ -89,13 +93,17 @@ async def _passed_on(
     url = httpx.URL(path=request.url.path, query=request.url.query.encode() or None)
     try:
         sent = client.build_request(request.method, url, headers=headers, content=body)
-        response = await client.send(sent, stream=True)
+        response = await _unless_left(request, client.send(sent, stream=True))
     except httpx.HTTPError as error:
         done()
         raise HTTPException(502, f"vLLM does not answer ({type(error).__name__})") from error
     except BaseException:
         done()
         raise
+
+    if response is None:
+        done()
+        return Response(status_code=_LEFT)
 
     async def pieces() -> AsyncIterator[bytes]:
         try:
@@ -109,6 +117,24 @@ async def _passed_on(
     if told:  # a header is one line of Latin-1
         kept["x-cached-rag"] = " ".join(told.encode("ascii", "replace").decode().split())
     return StreamingResponse(pieces(), response.status_code, kept)
+
+
+async def _unless_left(
+    request: Request, sending: Coroutine[Any, Any, httpx.Response]
+) -> httpx.Response | None:
+    """What is sent for; None once the client has left, whose body was read before."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answer, leaving = asyncio.create_task(sending), asyncio.create_task(left())
+    try:
+        await asyncio.wait((answer, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else None
+    finally:
+        answer.cancel()  # closes the connection, so that vLLM stops
+        leaving.cancel()
 
 
 def _check_key(request: Request, api_key: str | None) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
+from contextlib import contextmanager
 
 import httpx
 import pytest
 import uvicorn
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from vllm_cached_rag.agreed import ticket_of
 from vllm_cached_rag.node import PrefillNode
@@ -145,22 +148,75 @@ class Endless(httpx.AsyncByteStream):
         self.is_closed = True
 
 
-def test_a_client_that_leaves_ends_vllms_answer_and_leaves_no_kv(node, vllm):
-    stream = vllm.stream = Endless()
+@contextmanager
+def serving(app):
+    """The address of a server."""
     bound = bind("127.0.0.1", 0)
-    app = create_app(node, "http://vllm:8000", transport=vllm)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None))
     work = server.serve(sockets=[bound])
     thread = threading.Thread(target=lambda: asyncio.run(work), daemon=True)
     thread.start()
     assert until(lambda: server.started)
-    url = f"http://127.0.0.1:{bound.getsockname()[1]}{CHAT}"
-    with httpx.stream("POST", url, json=BODY, timeout=30) as answer:
-        pieces = answer.iter_bytes()  # dropped, it would close the connection
-        assert next(pieces) == STREAM
-        assert len(node._handoff._disk) == 1
-    assert until(lambda: stream.is_closed)
-    assert until(lambda: len(node._handoff._disk) == 0)
+    yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     server.should_exit = True
     thread.join(30)
     assert not thread.is_alive()
+
+
+def test_a_client_that_leaves_ends_vllms_answer_and_leaves_no_kv(node, vllm):
+    stream = vllm.stream = Endless()
+    with serving(create_app(node, "http://vllm:8000", transport=vllm)) as url:
+        with httpx.stream("POST", url + CHAT, json=BODY, timeout=30) as answer:
+            pieces = answer.iter_bytes()  # dropped, it would close the connection
+            assert next(pieces) == STREAM
+            assert len(node._handoff._disk) == 1
+        assert until(lambda: stream.is_closed)
+        assert until(lambda: len(node._handoff._disk) == 0)
+
+
+class Silent(httpx.AsyncBaseTransport):
+    """A vLLM that says nothing before its whole answer is made."""
+
+    def __init__(self):
+        self.heard = []
+
+    async def handle_async_request(self, request):
+        self.heard.append("asked")
+        try:
+            await asyncio.sleep(600)
+        finally:
+            self.heard.append("ended")
+
+
+def test_a_client_that_leaves_before_the_answer_begins_ends_it_too(node):
+    silent = Silent()
+    with serving(create_app(node, "http://vllm:8000", transport=silent)) as url:
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port)) as client:
+            body = json.dumps(BODY).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+            assert until(lambda: silent.heard == ["asked"])
+            assert len(node._handoff._disk) == 1
+        assert until(lambda: silent.heard == ["asked", "ended"])
+        assert until(lambda: len(node._handoff._disk) == 0)
+
+
+def test_no_request_waits_for_others_before_vllm(node):
+    vllm, count = FastAPI(), 101  # more than the connections that httpx opens by itself
+    arrived, all_there = [], asyncio.Event()
+
+    @vllm.get("/health")
+    async def health():
+        arrived.append(1)
+        if len(arrived) == count:
+            all_there.set()
+        await all_there.wait()
+
+    async def ask_all(url):
+        transport = httpx.ASGITransport(create_app(node, url))
+        async with httpx.AsyncClient(transport=transport, base_url="http://node") as client:
+            asked = asyncio.gather(*(client.get("/health") for _ in range(count)))
+            return await asyncio.wait_for(asked, 20)
+
+    with serving(vllm) as url:
+        assert {answer.status_code for answer in asyncio.run(ask_all(url))} == {200}
