@@ -13,13 +13,15 @@ from cached_rag.spi import Handoff, Prompt
 from vllm_cached_rag.agreed import Settings, Ticket
 
 _log = logging.getLogger(__name__)
-# Settings of a request with which vLLM would read another prompt than the one its messages make.
-_OTHER_PROMPT = (
-    *("tools", "functions", "documents", "chat_template", "chat_template_kwargs", "suffix", "echo"),
-    *("continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "prompt_embeds"),
-    *("mm_processor_kwargs", "media_io_kwargs", "reasoning_effort", "prompt_logprobs"),
-    *("kv_transfer_params", "use_beam_search"),
-)
+# Settings of a request with which vLLM would read another prompt than the one its messages make,
+# and what each is where nobody sets it. An empty list is not nothing: templates tell them apart.
+_OTHER_PROMPT = {
+    **dict.fromkeys(("tools", "functions", "documents", "chat_template", "chat_template_kwargs")),
+    **dict.fromkeys(("suffix", "truncate_prompt_tokens", "prompt_embeds", "mm_processor_kwargs")),
+    **dict.fromkeys(("media_io_kwargs", "reasoning_effort", "prompt_logprobs")),
+    **dict.fromkeys(("echo", "continue_final_message", "use_beam_search"), False),
+    **{"kv_transfer_params": None, "add_generation_prompt": True},
+}
 _PLAIN = {"role", "content", "name"}
 
 
@@ -117,9 +119,10 @@ class PrefillNode:
 
 def prompt_of(body: Mapping[str, Any]) -> str | list[dict[str, Any]] | None:
     """The prompt of a request, if it is plain text or a plain conversation; else None."""
-    if any(body.get(name) for name in _OTHER_PROMPT) or body.get("add_generation_prompt") is False:
-        return None
     prompt, messages = body.get("prompt"), body.get("messages")
+    usual = _OTHER_PROMPT | {"add_special_tokens": messages is None}  # templates have their own
+    if any(body.get(name) not in (None, default) for name, default in usual.items()):
+        return None
     if isinstance(prompt, str) and prompt and messages is None:
         return prompt
     if prompt is not None or not isinstance(messages, list) or not messages:
@@ -130,11 +133,13 @@ def prompt_of(body: Mapping[str, Any]) -> str | list[dict[str, Any]] | None:
 
 def _message(message: Any) -> dict[str, Any] | None:
     """A message of plain text; None for any other, such as calls of tools and pictures."""
-    if not isinstance(message, Mapping) or {k for k, v in message.items() if v} - _PLAIN:
+    if not isinstance(message, Mapping):
         return None
-    role, content = message.get("role"), message.get("content")
+    given = {name: value for name, value in message.items() if value is not None}
+    role, content = given.get("role"), given.get("content")
     if isinstance(content, list) and len(content) == 1 and isinstance(content[0], Mapping):
         content = content[0].get("text") if content[0].get("type") == "text" else None
-    if role not in ("system", "user", "assistant") or not isinstance(content, str):
+    if role not in ("system", "user", "assistant") or given.keys() - _PLAIN:
         return None
-    return {"role": role, "content": content}
+    found = given | {"content": content}
+    return found if all(isinstance(value, str) for value in found.values()) else None

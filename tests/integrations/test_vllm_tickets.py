@@ -89,7 +89,10 @@ def test_plain_prompts_are_prefilled():
     part = {"type": "text", "text": "Why?"}
     assert prompt_of(ASKED) == ASKED["messages"]
     assert prompt_of({"messages": [{"role": "user", "content": [part]}]}) == ASKED["messages"]
-    assert prompt_of({"prompt": "Once", "tools": []}) == "Once"
+    assert prompt_of({"prompt": "Once", "tools": None, "add_special_tokens": True}) == "Once"
+    usual = {"add_generation_prompt": True, "add_special_tokens": False, "echo": False}
+    named = [ASKED["messages"][0] | {"name": "Ann"}]  # which templates may show
+    assert prompt_of(usual | {"messages": [named[0] | {"tool_calls": None}]}) == named
 
 
 @pytest.mark.parametrize(
@@ -102,14 +105,21 @@ def test_plain_prompts_are_prefilled():
         {"prompt": "a", **ASKED},
         ASKED | {"tools": [{"type": "function"}]},
         ASKED | {"chat_template": "x"},
+        ASKED | {"tools": []},
         ASKED | {"add_generation_prompt": False},
+        ASKED | {"add_generation_prompt": 0},
+        ASKED | {"add_special_tokens": True},
+        ASKED | {"prompt_logprobs": 0},
+        {"prompt": "a", "add_special_tokens": False},
         ASKED | {"kv_transfer_params": {"cached_rag": {"prompt": NAME}}},
         {"messages": ["x"]},
+        {"messages": [{"role": "user", "content": "x", "name": 1}]},
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": []}]},
         {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     ],
-    ids=range(13),
+    ids=range(20),
 )
 def test_what_only_vllm_renders_is_left_to_it(body):
     assert prompt_of(body) is None
