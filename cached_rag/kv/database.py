@@ -94,6 +94,12 @@ class Database:
             except BaseException:
                 self.close()
                 raise
+        self._status = status_of(path)
+
+    def is_replaced(self) -> bool:
+        """Whether another file has its path by now: somebody removed it, and it was made anew."""
+        here, now = self._status, status_of(self.path)
+        return here is not None and now is not None and not os.path.samestat(here, now)
 
     def _connected(self) -> sqlite3.Connection:
         for suffix in _SUFFIXES:

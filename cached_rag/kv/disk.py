@@ -12,6 +12,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,6 +55,10 @@ class DiskStore(Listed):
         # By the names of files, whether they are signed as they have to be.
         self._usable: dict[str, bool] = {}
         self._drafts = DraftFiles(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
+
+    def is_replaced(self) -> bool:
+        """Whether the folder was removed and made anew by others, who do not see this store."""
+        return self._database.is_replaced()
 
     def close(self) -> None:
         """Write down which entries were used lately, and close the index."""
@@ -265,7 +270,8 @@ class Handoff:
             StoreError: it cannot be used.
         """
         self._fingerprint = fingerprint
-        self._disk = DiskStore(folder, "raw", max_bytes)
+        self._opened = partial(DiskStore, Path(folder).absolute(), "raw", max_bytes)
+        self._disk = self._opened()
 
     def put(self, kv: ModuleKV) -> str:
         """Keep a prompt's KV, from position 0 on; returns the name by which it is found.
@@ -274,7 +280,7 @@ class Handoff:
             StoreError: there is no room, or the folder cannot be written.
         """
         name = secrets.token_hex(16)
-        self._disk.put(self._key(name, kv.token_ids), kv)
+        self._current().put(self._key(name, kv.token_ids), kv)
         return name
 
     def has(self, name: str, token_ids: Sequence[int]) -> bool:
@@ -283,7 +289,7 @@ class Handoff:
         Raises:
             StoreError: the folder cannot be read.
         """
-        return self._key(name, token_ids) in self._disk
+        return self._key(name, token_ids) in self._current()
 
     def open(self, name: str, token_ids: Sequence[int]) -> LayerSource | None:
         """The KV, which is read layer by layer; None if it is not there.
@@ -291,7 +297,7 @@ class Handoff:
         Raises:
             StoreError: the folder cannot be read, or the KV is damaged.
         """
-        return self._disk.open(self._key(name, token_ids), token_ids)
+        return self._current().open(self._key(name, token_ids), token_ids)
 
     def delete(self, name: str, token_ids: Sequence[int]) -> bool:
         """Delete a prompt's KV; says whether it was there.
@@ -299,11 +305,17 @@ class Handoff:
         Raises:
             StoreError: the folder cannot be written.
         """
-        return self._disk.delete(self._key(name, token_ids))
+        return self._current().delete(self._key(name, token_ids))
 
     def close(self) -> None:
         """Release files."""
         self._disk.close()
+
+    def _current(self) -> DiskStore:
+        """The store; of one that was replaced other threads may still read, so nobody closes it."""
+        if self._disk.is_replaced():
+            self._disk = self._opened()
+        return self._disk
 
     def _key(self, name: str, token_ids: Sequence[int]) -> str:
         return module_key(self._fingerprint, (), token_ids, context=f"handoff {name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -248,6 +249,20 @@ def test_what_cannot_be_prefilled_is_said(node):
     long = {"prompt": "word " * 5000}
     assert "ContextOverflowError" in node.prefill(long)
     assert "renders" in node.prefill({"prompt": [1, 2]})
+
+
+def test_a_folder_that_was_removed_and_made_anew_is_found_again(tmp_path):
+    folder = tmp_path / "prompts"
+    _, kv, _ = Engine(tiny_model("llama"), NEW_PROMPTS).prompt_kv(CHUNKS[0])
+    vllm, node = Handoff(folder, "model"), Handoff(folder, "model")
+    for _ in range(2):
+        assert vllm.has(node.put(kv), kv.token_ids)
+        shutil.rmtree(folder)  # both have the files open still
+        assert vllm.has(node.put(kv), kv.token_ids)
+        node.close()
+        node = Handoff(folder, "model")  # restarted
+    node.close()
+    vllm.close()
 
 
 def test_a_handoff_gives_back_what_was_put_and_bounds_what_stays(tmp_path):
