@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -124,7 +124,12 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
     folder = index / "kv"
     databases = [*filter(is_file, (index / "documents.sqlite", folder / holdings.CATALOG))]
     gone: list[tuple[int, int]] = []
-    with _disk_store(index) as store:
+    try:
+        opened = _disk_store(index)
+    except StoreFullError:
+        gone.append(_unlink_some(folder))
+        opened = _disk_store(index)
+    with opened as store:
 
         def drop_needless() -> tuple[int, int]:
             size = store.nbytes
@@ -149,6 +154,22 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
                 gone.append(_make_room(store, databases, max_bytes))
                 gone.append(step())
     return sum(count for count, _ in gone), sum(nbytes for _, nbytes in gone)
+
+
+def _unlink_some(folder: Path) -> tuple[int, int]:
+    """Delete KV where the disk has no room even to open databases: whoever misses it computes it.
+
+    What prompts left goes first; what is pinned only a database would tell. `prune` drops the rows.
+    """
+    sizes = list[int]()
+    for place in (folder / holdings.FOLDER, folder):
+        for path in place.glob("blobs/*/*.safetensors"):
+            with suppress(OSError):  # if none can go, the disk is still full, which is said
+                if sum(sizes) < _ROOM:
+                    size = path.stat().st_size
+                    path.unlink()
+                    sizes.append(size)
+    return len(sizes), sum(sizes)
 
 
 def _of_kept(index: Path, ask: Callable[[KeptPrompts], _T], otherwise: _T) -> _T:

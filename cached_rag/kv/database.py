@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sqlite3
 import stat
 import threading
@@ -35,6 +36,9 @@ _POLL_S = 0.01
 _SCRUB_S = 10.0
 # A quarter of a second; a thousand chunks take 8 MB.
 _COMPACTED_BYTES = 64 << 20
+# With less than that free, SQLite may have no room for the log and its index, and calls that an I/O
+# error: each file that is opened takes 32 KB, and what is written to it.
+_SQLITES_BYTES = 1 << 18
 _T = TypeVar("_T")
 Row = tuple[object, ...]
 
@@ -320,6 +324,9 @@ class Database:
                 ) from error
             if "unable to open" in why or "readonly" in why:
                 raise self._forbidden(why) from error
+            if "I/O" in why and _is_full(self.path.parent):
+                message = f"no room for the files beside {self.path}: {why}; free some space"
+                raise StoreFullError(message) from error
             if "I/O" in why:
                 message = f"{self.path} cannot be read or written ({why}); look after the disk"
                 raise StoreError(message) from error
@@ -346,6 +353,12 @@ def _check_file(path: Path) -> None:
         if stat.S_ISREG(path.stat().st_mode):
             return
         raise StoreError(f"{path} is no file; remove it, or choose another folder")
+
+
+def _is_full(folder: Path) -> bool:
+    with suppress(OSError):  # such as a folder that is no more
+        return shutil.disk_usage(folder).free < _SQLITES_BYTES
+    return False
 
 
 def _make_private(path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from conftest import CHUNKS, tiny_model
@@ -11,7 +14,8 @@ from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, Engine, StoreConfig
 from cached_rag.cli.main import app
-from cached_rag.errors import StoreFullError
+from cached_rag.errors import StoreError, StoreFullError
+from cached_rag.kv.database import Database
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.holdings import Removals
 
@@ -65,6 +69,26 @@ def test_prune_takes_no_more_than_it_needs(index, full, monkeypatch):
 
 def sizes(index):
     return sum(p.stat().st_size for p in (index / "documents.sqlite", index / "kv/catalog.sqlite"))
+
+
+def test_prune_makes_room_where_no_database_can_even_be_opened(index, monkeypatch):
+    files, connected = num_files(index), Database._connected
+
+    def full(self):
+        if num_files(index) == files:
+            raise sqlite3.OperationalError("disk I/O error")
+        return connected(self)
+
+    monkeypatch.setattr("cached_rag.cli.store._ROOM", 1)
+    monkeypatch.setattr(Database, "_connected", full)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
+    with pytest.raises(StoreError, match="look after the disk"):
+        prune(index)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    assert prune(index)["files"] == 1
+    assert num_files(index) == files - 1
+    with closing(DiskStore(index / "kv")) as store:
+        assert store.check() == []
 
 
 def test_where_nothing_may_go_prune_says_that_the_disk_is_full(index, full, monkeypatch):
