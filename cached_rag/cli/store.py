@@ -164,8 +164,9 @@ def _unlink_some(folder: Path) -> tuple[int, int]:
     sizes = list[int]()
     for place in (folder / holdings.FOLDER, folder):
         for path in place.glob("blobs/*/*.safetensors"):
+            is_own = not any(one.is_symlink() for one in (path, *path.parents[:2]))
             with suppress(OSError):  # if none can go, the disk is still full, which is said
-                if sum(sizes) < _ROOM:
+                if is_own and sum(sizes) < _ROOM:
                     size = path.stat().st_size
                     path.unlink()
                     sizes.append(size)

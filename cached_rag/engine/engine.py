@@ -218,8 +218,8 @@ class Engine:
         Doing it again changes nothing.
 
         Args:
-            finish_seconds: how long the encoding may take, and what is computed just now; None for
-                `StoreConfig.finish_seconds`. Ctrl-C ends it sooner.
+            finish_seconds: how long all of that may take; None for `StoreConfig.finish_seconds`.
+                Ctrl-C ends it sooner.
         """
         if self._is_closed:
             return
@@ -234,8 +234,14 @@ class Engine:
         try:
             if owns_all:
                 self.scheduler.close()
-            self.scheduler.cancel_all(lambda it: owns_all or it.prompt.resources is mine, seconds)
-            self._resources.learning.close(seconds)
+            try:
+                self.scheduler.cancel_all(
+                    lambda it: owns_all or it.prompt.resources is mine, seconds
+                )
+            except BaseException:  # who interrupts that waits for nothing else
+                mine.learning.close(0)
+                raise
+            mine.learning.close(max(0.0, deadline - time.monotonic()))
             if archive is not None:
                 self.sequences.close()
         finally:

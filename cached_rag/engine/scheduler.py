@@ -140,10 +140,10 @@ class Scheduler:
         Args:
             seconds: how long to wait for that.
         """
-        for request in list(self._open):
-            if is_meant(request):
-                self.cancel(request)
-        if self._turning.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+        meant = [request for request in list(self._open) if is_meant(request)]
+        for request in meant:
+            self.cancel(request)
+        if meant and self._turning.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             try:
                 self._sweep()
             finally:

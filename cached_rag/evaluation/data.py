@@ -122,7 +122,8 @@ def load_examples(path: Path, limit: int | None = None) -> list[Example]:
 def _example(line: str, where: str) -> Example:
     try:
         row = json.loads(line)
-        if "answers" not in row and (meant := near("answers", row)):
+        meant = near("answers", [key for key in row if "_" not in key])
+        if meant and "answers" not in row:
             raise ValueError(f"{meant[0]!r} is not known; write answers, a list of texts")
         asked = _text(row["id"], "id"), _text(row["question"], "question")
         chunks, document = _chunks(row["chunks"]), _chunks(row.get("document", []))

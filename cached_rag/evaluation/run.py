@@ -21,7 +21,7 @@ from typing import Any
 from cached_rag.backends.base import Backend
 from cached_rag.config import CODEC_NAMES, GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import CachedRAGError, ConfigError, EvaluationError
+from cached_rag.errors import CachedRAGError, ConfigError, ContextOverflowError, EvaluationError
 from cached_rag.evaluation.data import Example, Questions, is_long, load_examples, messages
 from cached_rag.evaluation.measure import Measurement, figures, read, right
 from cached_rag.evaluation.summary import POOLED
@@ -409,7 +409,7 @@ def _named(
     try:
         yield from rows
     except CachedRAGError as error:
-        raise EvaluationError(
-            f"{path}, question {example.id!r}: {error}; change it, take it out of the file, or "
-            "ask all with fewer chunks (--chunks)"
-        ) from error
+        is_long = isinstance(error, ContextOverflowError)
+        remedy = "; take it out of the file, or ask all with fewer chunks (--chunks)"
+        said = f"{path}, question {example.id!r}: {error}{remedy if is_long else ''}"
+        raise EvaluationError(said) from error

@@ -31,7 +31,7 @@ _READ = os.O_RDONLY | _CAUTIOUS | getattr(os, "O_BINARY", 0)
 # What opening a link or a socket comes to.
 _NO_FILE = (errno.ELOOP, errno.ENXIO)
 # What looking at a path comes to where nothing is.
-_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG)
 
 
 def make_folder(path: Path) -> None:

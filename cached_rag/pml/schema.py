@@ -25,13 +25,14 @@ from cached_rag.pml.nodes import Leaf, Mark, Message, Module, Node, Param, Schem
 from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, planner_of
 from cached_rag.pml.program import Program, read_function
-from cached_rag.pml.prompt import Bit, Part, Said, messages, parse_prompt, select
+from cached_rag.pml.prompt import Argument, Bit, New, Part, Said, messages, parse_prompt, select
 from cached_rag.pml.units import BEHIND
 
 # Prompts that were handed to a framework as plain text, by that text, so that the LLM at its other
-# end finds the prompt again (`SchemaPrompt.sent`, `receive`).
-_REMEMBERED = 1 << 14
-_SENT: LRUCache[str, SchemaPrompt] = LRUCache(_REMEMBERED)
+# end finds the prompt again (`SchemaPrompt.sent`, `receive`). So many characters of new text are
+# remembered in all, and each prompt counts as that many more.
+_REMEMBERED, _EACH = 1 << 24, 1 << 10
+_SENT: LRUCache[str, SchemaPrompt] = LRUCache(_REMEMBERED, lambda prompt: prompt.num_new + _EACH)
 _SENDING = threading.Lock()
 LAYOUTS = ("auto", "compact", "schema")
 # Characters of a text that an outline shows.
@@ -221,6 +222,11 @@ class SchemaPrompt:
         """The prompt with text or messages added at its end."""
         return replace(self, parts=(*self.parts, *parts))
 
+    @property
+    def num_new(self) -> int:
+        """How many characters it has that its schema does not."""
+        return sum(len(bit.text) for bit in self.bits if isinstance(bit, New | Argument))
+
     def plain(self) -> str | list[dict[str, str]]:
         """The prompt without PML, for any model: a string, or chat messages."""
         if not self.schema.node.has_messages:
@@ -238,8 +244,9 @@ class SchemaPrompt:
     def sent(self) -> str | list[dict[str, str]]:
         """As `plain`; remembers the prompt, so that `receive` finds it by the plain text."""
         plain = self.plain()
-        with _SENDING:
-            _SENT[_key(plain)] = self
+        if self.num_new + _EACH <= _REMEMBERED:
+            with _SENDING:
+                _SENT[_key(plain)] = self
         return plain
 
     @staticmethod

@@ -96,9 +96,7 @@ class Splitter:
         if document.language and longest <= _LONGEST_LINE:
             texts = _split_code(document.text, document.language, count, self._most)
         else:
-            paths = (str(known.get("heading", "")) for _, known in document.parts)
-            headings = frozenset(path.rpartition(" > ")[2] for path in paths if path)
-            cutting = _Cutting(count, self._most, headings)
+            cutting = _Cutting(count, self._most, frozenset(_headings(document)))
             texts = [part.strip() for part in cutting.split(document.text, 0)]
         chunks: list[Chunk] = []
         place, title = 0, document.title
@@ -120,7 +118,7 @@ class _Cutting:
 
     Attributes:
         most: most tokens of a chunk.
-        headings: the document's. One stays with what stands behind it.
+        headings: the document's. One stays with what is behind it, if a chunk has room for both.
     """
 
     count: Callable[[str], int]
@@ -138,16 +136,15 @@ class _Cutting:
         if level == len(_SEPARATORS):
             yield from self._joined(self._cut(text))
             return
-        fitting, ahead = list[Piece](), 0  # tokens of the headings before a piece
+        fitting: list[Piece] = []
         for piece in _pieces(text, _SEPARATORS[level]):
             is_countable = len(piece) < self.most * _LONGEST_TOKEN
-            if is_countable and ahead + (size := self.count(piece)) < self.most:
+            if is_countable and (size := self.count(piece)) < self.most:
                 fitting.append((piece, size))
-                ahead = ahead + size if self._may_head(piece) else 0
             else:
-                headed = self._taken_off(fitting)
+                headed = self._taken_off(fitting, self.most)
                 yield from self._joined(fitting)
-                fitting, ahead = [], 0
+                fitting = []
                 yield from self.split(_text_of(headed) + piece, level + 1)
         yield from self._joined(fitting)
 
@@ -168,29 +165,41 @@ class _Cutting:
         chunk, total = list[Piece](), 0
         for piece, size in pieces:
             if chunk and total + size > self.most:
-                headed = self._taken_off(chunk)
-                if not chunk:  # nothing but headings
-                    chunk, headed = headed, []
+                headed = self._taken_off(chunk, self.most - size)
                 yield _text_of(chunk)
                 chunk, total = headed, sum(size for _, size in headed)
             chunk.append((piece, size))
             total += size
         yield _text_of(chunk)
 
-    def _taken_off(self, pieces: list[Piece]) -> list[Piece]:
-        """Take the headings at the end off a list of pieces; returns them."""
+    def _taken_off(self, pieces: list[Piece], room: int) -> list[Piece]:
+        """Take the headings at the end off a list, and return them.
+
+        Args:
+            room: most tokens of them. More than a quarter of a chunk is an outline, and stays.
+        """
         at = first = len(pieces)
-        while at and self._may_head(pieces[at - 1][0]):
+        room = min(room, self.most // 4)
+        while at and self._may_head(pieces[at - 1][0]) and pieces[at - 1][1] <= room:
             at -= 1
+            room -= pieces[at][1]
             first = at if pieces[at][0].strip() else first
         headed = pieces[first:]
         del pieces[first:]
         return headed
 
     def _may_head(self, piece: str) -> bool:
-        """Whether it is a heading, or white space behind one."""
+        """Whether it is a heading, or white space, as it stands behind one."""
         line = " ".join(piece.split())
         return bool(self.headings) and (not line or line in self.headings)
+
+
+def _headings(document: Document) -> Iterator[str]:
+    """The lines with which sections begin."""
+    for begin, known in document.parts:
+        if "heading" in known:
+            end = document.text.find("\n", begin)
+            yield " ".join(document.text[begin : end if end >= 0 else None].split())
 
 
 def _text_of(pieces: Iterable[Piece]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from vllm_cached_rag.node import Handed, PrefillNode
 
@@ -104,19 +105,27 @@ async def _passed_on(
     if response is None:
         done()
         return Response(status_code=_LEFT)
-
-    async def pieces() -> AsyncIterator[bytes]:
-        try:
-            async for piece in response.aiter_bytes():
-                yield piece
-        finally:
-            done()
-            await response.aclose()
-
     kept = {k: v for k, v in response.headers.items() if k not in _HOP}
     if told:  # a header is one line of Latin-1
         kept["x-cached-rag"] = " ".join(told.encode("ascii", "replace").decode().split())
-    return StreamingResponse(pieces(), response.status_code, kept)
+    return _Relayed(response, kept, done)
+
+
+class _Relayed(StreamingResponse):
+    """What vLLM answers, piece by piece; released even if the client leaves before the first."""
+
+    def __init__(
+        self, answer: httpx.Response, headers: dict[str, str], done: Callable[[], None]
+    ) -> None:
+        super().__init__(answer.aiter_bytes(), answer.status_code, headers)
+        self._answer, self._done = answer, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._done()
+            await self._answer.aclose()
 
 
 async def _unless_left(

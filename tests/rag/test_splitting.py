@@ -93,7 +93,7 @@ def test_a_heading_stands_before_its_text_and_not_behind_the_one_before():
     ]
     parts = [(f"{name}\n\n{said}", {"heading": name}) for name, said in sections]
     document = assembled("s", [("Manual\n\nWords.", {}), *parts], title="Manual")
-    for most in range(16, 40):
+    for most in range(19, 40):
         chunks = Splitter(words, most).split(document)
         texts = [chunk.text.removeprefix("Manual\n\n") for chunk in chunks]
         assert " ".join(texts).split() == document.text.removeprefix("Manual").split()
@@ -102,3 +102,19 @@ def test_a_heading_stands_before_its_text_and_not_behind_the_one_before():
         assert all(words(text) <= most for text in texts)
     about = {chunk.metadata["heading"] for chunk in chunks if "Press the red" in chunk.text}
     assert about == {"Start; Stop; At once"}
+
+
+def test_many_headings_in_a_row_are_cut_between_them():
+    names = [f"Files > The option number {n:03d} of the o\ufb03ce" for n in range(99)]
+    document = assembled("s", [(f"{name}\n\n", {"heading": name}) for name in names], title="T")
+    chunks = Splitter(words, 40).split(document)
+    lines = [line for chunk in chunks for line in chunk.text.split("\n\n")[1:]]
+    assert [line.endswith("of the office") for line in lines] == [True] * len(names)
+    assert len(chunks) == 33  # three of four a chunk, as the fourth goes on to the next
+
+
+def test_no_chunk_is_longer_for_a_heading_that_is_carried_to_it():
+    parts = [("K" * 60, {"heading": "K" * 60}), ("a" * 62 + "b" * 256 + "c" * 128, {})]
+    for most in (64, 128, 256):
+        found = Splitter(len, most).split(assembled("s", parts, title="T"))
+        assert all(len(chunk.text) - 3 <= most for chunk in found)

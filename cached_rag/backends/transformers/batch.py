@@ -118,7 +118,6 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     Attributes:
         tokens: which of the batch's tokens are each row's.
-        positions: (num_tokens,) of each token.
         is_read_again: some layers keep nothing, and attend to what an earlier one keeps.
     """
 
@@ -128,8 +127,6 @@ class BatchCache(Cache):  # type: ignore[misc]
         self._batch = batch
         ends = [*accumulate(len(ahead.token_ids) for ahead in batch)]
         self.tokens = [slice(*run) for run in pairwise([0, *ends])]
-        positions = [ahead.kv.position(slot) for ahead in batch for slot in ahead.at]
-        self.positions = torch.tensor(positions, device=batch[0].kv.own.keys.device)
         self._by_row = list(zip(batch, self.tokens, strict=True))
         self._longest = max(ahead.end for ahead in batch)
         self._shared: list[_Layers] = []
@@ -281,7 +278,10 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
         """The number of slots of the longest row; for a layer, see `RowCache.get_seq_length`."""
-        return self._longest if layer_idx is None else numbered_from(self.positions)
+        if layer_idx is None:
+            return self._longest
+        slots = [slot for ahead in self._batch for slot in ahead.at]
+        return numbered_from(torch.tensor(slots, device=self._batch[0].kv.own.keys.device))
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         """The same for masks."""
@@ -342,10 +342,12 @@ def _pass(decoder: Decoder, batch: Sequence[StepInput]) -> torch.Tensor:
     cache = BatchCache(batch, decoder.windows)
     cache.is_read_again = decoder.num_keeping < len(decoder.layers)
     ids = [token for row in batch for token in row.token_ids]
+    positions = [row.kv.position(slot) for row in batch for slot in row.at]
     wanted = zip(cache.tokens, batch, strict=True)
     last = [n for where, row in wanted for n in range(where.stop - row.num_logits, where.stop)]
+    places = torch.tensor([positions], device=device)
     keeps = torch.tensor(last, device=device) if last else None
-    inputs = decoder.inputs(torch.tensor([ids], device=device), cache.positions[None], cache, keeps)
+    inputs = decoder.inputs(torch.tensor([ids], device=device), places, cache, keeps)
     with attending(cache):
         if not last:
             decoder.network.base_model(**inputs)

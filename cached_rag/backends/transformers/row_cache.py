@@ -194,9 +194,9 @@ def head_mean(query: torch.Tensor, keys: torch.Tensor, rows: Rows, how: Scoring)
     return mean / heads
 
 
-def numbered_from(positions: torch.Tensor) -> torch.Tensor:
-    """(num_rows,) what to add to a row's index to get its position."""
-    return positions - torch.arange(len(positions), device=positions.device)
+def numbered_from(slots: torch.Tensor) -> torch.Tensor:
+    """(num_rows,) what to add to a row's index to get its slot."""
+    return slots - torch.arange(len(slots), device=slots.device)
 
 
 class Peeked(Exception):  # noqa: N818 (a signal, not an error)
@@ -292,8 +292,7 @@ class RowCache(Cache):  # type: ignore[misc]
         """
         if layer_idx is None:
             return self.rows.length - self._entering
-        slots, gaps = self.rows.slots, self.buffer.positions
-        return numbered_from(slots if gaps is None else gaps.to(slots.device)[slots])
+        return numbered_from(self.rows.slots)
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         """The same for masks."""
