@@ -118,7 +118,6 @@ class ChatTemplate:
         def change(text: str) -> str:
             return self._marked(text, mark)
 
-        check_text([dict(tool) for tool in tools])
         marked = mapped_texts(messages, change)
         listed = mapped_texts([dict(tool) for tool in tools], change)
         has_tools = bool(tools) or any(map(is_about_tools, messages))

@@ -55,7 +55,7 @@ def test_ids_are_plain_and_modules_are_found(name, separator):
         group = chunks()[at : at + 4]
         text = "Documents:" + separator + separator.join(group) + separator + "Question: why?"
         found = list(table.find(text))
-        literal = tuple((match.begin, match.end) for match in found)
+        literal = tuple(match.span for match in found)
         tokens = tokenization.tokenize(Rendered(text, literal))
         assert tokens.ids == plain(text).input_ids
         assert len(found) == 4
