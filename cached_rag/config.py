@@ -151,9 +151,9 @@ class GenerationConfig:
         Raises:
             ConfigError: an unknown name or a bad value.
         """
-        if options.get("quality") is not None:
+        if (word := options.get("quality")) is not None:
             options = {"method": "auto"} | options
-        if options.get("method", self.method) != self.method:
+        if QUALITIES.get(str(word), options.get("method", self.method)) != self.method:
             options = {"recompute_ratio": None} | options
         return dataclasses.replace(self, **parted(options, GenerationConfig)[0])
 

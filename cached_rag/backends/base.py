@@ -272,7 +272,7 @@ class Backend(Protocol):
         """Compute the tokens that have no KV, and those that a method chooses to recompute.
 
         Raises:
-            ModelError: the method needs an ability that the backend lacks.
+            ConfigError: the method needs an ability that the backend lacks.
 
         Effects: writes the KV of the computed tokens to the prompt's buffer.
         """
@@ -288,7 +288,7 @@ class Backend(Protocol):
             None if the method chooses layer by layer, so that its rows must be computed together.
 
         Raises:
-            ModelError: as `repair`.
+            ConfigError: as `repair`.
 
         Effects: may write KV of tokens that have none to the prompt's buffer.
         """

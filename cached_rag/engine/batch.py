@@ -132,7 +132,8 @@ class Batch:
     def share(self, request: Request) -> None:
         """Share the KV of a prompt with others once it is prefilled, if it was not from the first.
 
-        Called before each of its tokens is taken.
+        Called when tokens of it were taken: what was drafted lies behind its end, which is as far
+        as KV is moved, until it is accepted.
         """
         sequence = request.sequence
         if request.is_adopted or request.prompt.buffer is None or sequence is None:

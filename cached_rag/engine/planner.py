@@ -17,7 +17,7 @@ from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
-from cached_rag.errors import ConfigError, ContextOverflowError, ModelError, RelocationError
+from cached_rag.errors import ConfigError, ContextOverflowError, RelocationError
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter, Match, align
@@ -180,7 +180,7 @@ def choose(
 
     Raises:
         RelocationError: the model cannot run a method that was asked for by name.
-        ModelError: repair cannot follow an answer of this model.
+        ConfigError: repair cannot follow an answer of this model.
     """
     method, notes = config.selector(), list[str]()
     rule = model.rule
@@ -212,7 +212,7 @@ def choose(
             'which keeps fewer of full prefill\'s answers; quality="exact" keeps them all'
         )
     if method.follow_tokens and not model.can_watch:
-        raise ModelError(
+        raise ConfigError(
             "this model's attention cannot be watched, so repair cannot follow an answer; leave "
             "out follow_tokens"
         )

@@ -260,7 +260,6 @@ class Scheduler:
         """Take a request's next tokens; finish it if its answer ends with them; see `take`."""
         report, clock = request.report, request.prompt.asked.clock
         with self._failing(request):
-            self._batch.share(request)
             piece = request.take(logits, followed)
             request.status = Status.ANSWERING
             report.ttft_ms = report.ttft_ms or clock.total()
@@ -268,6 +267,8 @@ class Scheduler:
                 request.deliver(piece)
             if request.decoding.finish_reason:
                 self._finish(request, Status.FINISHED)
+            else:
+                self._batch.share(request)
 
     def _follow(self, request: Request) -> None:
         """Compute an answer's last token, and what it needs of the prompt; take the next one."""

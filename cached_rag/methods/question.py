@@ -226,7 +226,7 @@ class Auto(AnchorFlow):
 
         It is all where choosing would cost nearly as much.
         """
-        reused, live = int(layout.reused.sum()), int(layout.fresh.sum())
+        reused, live = int(layout.reused.sum()), _live(layout)
         if self._misleads(layout):
             return 1.0
         if reused <= self.enough_for / 2 or not layout.is_alike:
@@ -261,10 +261,18 @@ class Auto(AnchorFlow):
 
     def is_needed(self, layout: Layout) -> bool:
         """Whether the question is asked: not where that is dear."""
-        live = int(layout.fresh.sum())
+        live = _live(layout)
         is_dear = live > max(_MANY, _LARGE_SHARE * len(layout.fresh))
         is_raised = self.share(layout) > self.recompute_ratio
         return (is_raised or not is_dear) and super().is_needed(layout)
+
+
+def _live(layout: Layout) -> int:
+    """How many live tokens asking computes once more: those behind the first reused one.
+
+    What stands before it may come from other prompts, and no answer is to depend on these.
+    """
+    return int((layout.fresh & (layout.reused.cumsum(0) > 0)).sum())
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ class Strict(pydantic.BaseModel):
     _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     # What is said of the latter at other values, where there is more to say.
     _refusals: ClassVar[Mapping[str, str]] = {}
+    # Other names of fields, which may stand beside these if they say the same.
+    _twice: ClassVar[Mapping[str, str]] = {}
 
     @pydantic.model_validator(mode="wrap")
     @classmethod
@@ -60,6 +62,9 @@ class Strict(pydantic.BaseModel):
         if len(data) > _MOST_FIELDS:
             raise ValueError(f"more than {_MOST_FIELDS} fields")
         kept = {name: value for name, value in data.items() if name not in cls._ignored}
+        for name, own in cls._twice.items():
+            if name in kept and own in kept and kept[name] == kept[own]:
+                del kept[name]
         for name in [one for one in cls._neutral if one in kept and one not in cls.model_fields]:
             if (value := kept.pop(name)) not in cls._neutral[name]:
                 cannot = cls._refusals.get(name, "this server does not take")

@@ -5,7 +5,7 @@ A setting that this server cannot follow is an error, never ignored. Knows JSON;
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AliasChoices, Field, ValidationInfo, field_validator, model_validator
 
@@ -89,6 +89,7 @@ class ChatMessage(Strict):
     # which OpenAI's `parse()` adds.
     _neutral = dict.fromkeys(("refusal", "function_call", "audio", "annotations"), (None, []))
     _ignored = ("parsed",)
+    _twice: ClassVar = {"reasoning": "reasoning_content"}
 
     @field_validator("content", mode="before")
     @classmethod
@@ -167,6 +168,7 @@ class _Settings(Basics):
 
     _ignored = WITHOUT_EFFECT
     _neutral = _NEUTRAL
+    _twice: ClassVar = {"repeat_penalty": "repetition_penalty"}
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)

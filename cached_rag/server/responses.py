@@ -14,7 +14,7 @@ from pydantic import Field
 
 from cached_rag.errors import ConfigError
 from cached_rag.server.forms import Json, Strict
-from cached_rag.server.protocol import WITHOUT_EFFECT, Basics, ChatRequest, Chunks, Score
+from cached_rag.server.protocol import WITHOUT_EFFECT, Basics, ChatRequest, Chunks, Name, Score
 
 _KEEPS_NONE = "this server keeps no responses (send whole conversations as input) and does not take"
 # Settings that the response has as they were asked for.
@@ -28,10 +28,16 @@ class _Text(Strict):
     verbosity: str | None = None
 
 
+class _Reasoning(Strict):
+    _ignored = ("summary", "generate_summary")
+
+    effort: Name | None = None
+
+
 class ResponsesRequest(Basics):
     """POST /v1/responses."""
 
-    _ignored = (*WITHOUT_EFFECT, "include", "reasoning", "stream_options", "max_tool_calls")
+    _ignored = (*WITHOUT_EFFECT, "include", "stream_options", "max_tool_calls")
     _neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "truncation": (None, "disabled"),
         "background": (None, False),
@@ -46,6 +52,7 @@ class ResponsesRequest(Basics):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: _Text | None = None
+    reasoning: _Reasoning | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -64,6 +71,8 @@ class ResponsesRequest(Basics):
         asked["messages"] = list(_messages(self.instructions, self.input))
         if self.max_output_tokens is not None:
             asked["max_completion_tokens"] = self.max_output_tokens
+        if self.reasoning is not None:
+            asked["reasoning_effort"] = self.reasoning.effort
         if self.stream:
             asked["stream_options"] = {"include_usage": True}
         if self.tools:

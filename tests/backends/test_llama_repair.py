@@ -21,7 +21,7 @@ from cached_rag.backends.llama_cpp.context import FullError
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.row_cache import Drift
-from cached_rag.errors import ModelError
+from cached_rag.errors import ConfigError, ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import stacks_of
 from cached_rag.methods import A3, AnchorFlow, Epic, InfoFlow, Layout
@@ -297,7 +297,7 @@ def test_what_is_not_explained_is_not_watched(tmp_path, name):
     model = load_llama_cpp(str(write_architecture(tmp_path / "tiny.gguf", name)), threads=1)
     assert not model.can_watch
     ids, layers = torch.tensor([random_ids(LENGTH)]), model.shapes.num_layers
-    with pytest.raises(ModelError, match="does not show"):
+    with pytest.raises(ConfigError, match="does not show"):
         model.repair(RepairInput(stale(model), ids, layout_of(CHUNK, layers=layers), InfoFlow()))
 
 

@@ -34,6 +34,8 @@ def test_a_quality_is_a_method_in_a_word(word, method):
     assert config == GenerationConfig(method=method)
     assert config.replace(max_tokens=3).method == method
     assert GenerationConfig(method="epic").replace(quality=word).method == method
+    ratio = GenerationConfig(recompute_ratio=0.5).replace(quality=word).recompute_ratio
+    assert ratio == (0.5 if word == "auto" else None)  # another method has its own
     assert config.replace(method="full").method == "full"
 
 

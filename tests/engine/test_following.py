@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import closing
+
 import pytest
 import torch
 from conftest import CHUNKS, tiny_model
@@ -13,7 +16,6 @@ from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.engine.decoding import answer_alone
 from cached_rag.engine.sharing import Sharing
 from cached_rag.engine.trace import Kind
-from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import AnchorFlow, InfoFlow, Layout
 
@@ -179,6 +181,22 @@ def test_answers_share_once_they_are_followed_no_more(opened, monkeypatch):
     assert len(adopted) == len(set(map(id, adopted))) == len(answers) == 2
 
 
+def test_what_a_draft_brought_is_there_when_kv_is_shared():
+    """An answer shares after it was followed, when the first of its drafts was just accepted."""
+    words = " ".join(CHUNKS).split()
+    head = " ".join(" ".join(random.Random(n).sample(words, len(words))) for n in range(3))
+    options = {"method": "anchorflow:follow_tokens=4", "max_tokens": 20, "ignore_eos": True}
+    asked = [f"{head}\n\n{text}\n\n{q}" for text in TEXTS[1:] for q in ("Why?", "Say it.")]
+    for prompt in asked:
+        with Engine(tiny_model("llama"), StoreConfig(sequence_bytes=0, settle=False)) as engine:
+            engine.encode(TEXTS, context=None)
+            alone = engine.generate(prompt, **options).token_ids
+            stream = engine.stream(f"{head}\n\nWho?", max_tokens=300, ignore_eos=True)
+            with closing(stream) as beside:
+                next(beside)
+                assert engine.generate(prompt, **options).token_ids == alone
+
+
 def test_kv_of_an_answer_that_failed_half_repaired_is_not_kept(opened, monkeypatch):
     repair = LanguageModel.repair
 
@@ -201,7 +219,7 @@ def test_kv_of_an_answer_that_failed_half_repaired_is_not_kept(opened, monkeypat
 def test_where_nothing_can_be_watched_nothing_is_followed():
     with Engine(tiny_model("bloom"), StoreConfig(settle=False)) as engine:
         engine.encode(TEXTS, context=None)
-        with pytest.raises(ModelError, match="leave out follow_tokens"):
+        with pytest.raises(ConfigError, match="leave out follow_tokens"):
             engine.generate(PROMPTS[0], method="anchorflow:recompute_ratio=0,follow_tokens=3")
 
 

@@ -15,7 +15,6 @@ from cached_rag import ConfigError, GenerationConfig
 from cached_rag.backends.base import RepairInput
 from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.row_cache import Drift
-from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods import (
     SELECTORS,
@@ -160,7 +159,7 @@ def test_rows_say_what_was_computed_in_every_layer():
 def test_models_that_cannot_be_watched_are_refused_by_name():
     model, buffer, tokens, layout = assembled("falcon")
     assert not model.decoder.is_fast
-    with pytest.raises(ModelError, match="cannot be watched"):
+    with pytest.raises(ConfigError, match="cannot be watched"):
         model.repair(RepairInput(buffer, tokens, layout, ProphetKV(0.2)))
 
 
@@ -204,15 +203,19 @@ def test_infoflow_looks_at_late_layers_and_takes_the_norm():
 
 
 def test_auto_does_not_ask_where_much_of_the_prompt_is_live():
-    def asks(live, length, method=Auto):
-        fresh = torch.arange(length) >= length - live
-        modules = ((0, length - live),)
+    def asks(live, length, method=Auto, *, is_head=False):
+        places = torch.arange(length)
+        fresh = places < live if is_head else places >= length - live
+        modules = ((live, length) if is_head else (0, length - live),)
         return bool(method().observed_layers(Layout(fresh, torch.zeros_like(fresh), modules, 4)))
 
     assert asks(250, 1000)
     assert not asks(251, 1000)
     assert asks(128, 200)  # few tokens are soon computed again
     assert not asks(129, 200)
+    assert asks(
+        600, 1000, is_head=True
+    )  # a head is not computed again, and may be another prompt's KV
     assert asks(251, 1000, AnchorFlow)  # asked for by its name, it does as it says
     assert not asks(251, 1000, Fast)
     few = Layout(torch.arange(400) >= 100, torch.zeros(400, dtype=torch.bool), ((0, 100),), 4)

@@ -7,6 +7,7 @@ import math
 
 import httpx
 import openai
+import pydantic
 import pytest
 from conftest import NEW_PROMPTS, tiny_model
 from openai.lib.streaming.responses import ResponseStreamState
@@ -14,6 +15,7 @@ from served import MESSAGES, NAME, serving
 from test_server_tools import SCHEMA
 
 from cached_rag import Engine
+from cached_rag.server.responses import ResponsesRequest
 
 TOOLS = [{"type": "function", "name": "weather", "parameters": SCHEMA}]
 ASK = {"model": NAME, "temperature": 0, "max_output_tokens": 8}
@@ -43,6 +45,13 @@ def test_a_response_is_the_chat_completion_of_the_same_messages(client):
     parts = [{"type": "input_text", "text": QUESTION}]
     said = [{"role": "developer", "content": SYSTEM}, {"role": "user", "content": parts}]
     assert client.responses.create(**ASK, input=said).output_text == found.output_text
+
+
+def test_how_much_it_thinks_reaches_the_template():
+    asked = {"model": NAME, "input": QUESTION, "reasoning": {"effort": "low", "summary": "auto"}}
+    assert ResponsesRequest.model_validate(asked).chat().reasoning_effort == "low"
+    with pytest.raises(pydantic.ValidationError, match="reasoning"):
+        ResponsesRequest.model_validate(asked | {"reasoning": 5})
 
 
 def test_a_streamed_response_is_the_whole_one_piece_by_piece(client):

@@ -8,6 +8,7 @@ from typing import Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from conftest import NEW_PROMPTS, smollm2, tiny_model
 from langchain_core.tools import tool
@@ -16,6 +17,7 @@ from pydantic import BaseModel
 from served import NAME, serving
 
 from cached_rag import Engine
+from cached_rag.server.protocol import ChatMessage
 
 QUESTION = [{"role": "user", "content": "Is it warm?"}]
 SCHEMA = {
@@ -217,6 +219,10 @@ def test_what_no_prompt_has_is_left_out_of_messages(client):
         done.append(client.chat.completions.create(**ASK | {"messages": messages}))
     assert done[0].choices[0].message == done[1].choices[0].message
     assert done[0].usage.prompt_tokens == done[1].usage.prompt_tokens
+    both = {"reasoning": "Hm.", "reasoning_content": "Hm."}  # as vLLM has them
+    assert ChatMessage.model_validate({"role": "assistant", **both}).thought == "Hm."
+    with pytest.raises(pydantic.ValidationError, match="reasoning"):
+        ChatMessage.model_validate({"role": "assistant", **both, "reasoning": "Other."})
     messages = [QUESTION[0] | {"reasoning": "Hm."}]  # a user's
     with pytest.raises(openai.BadRequestError, match="reasoning"):
         client.chat.completions.create(**ASK | {"messages": messages})

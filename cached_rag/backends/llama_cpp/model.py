@@ -22,7 +22,7 @@ from cached_rag.backends.llama_cpp.context import FullError, LlamaContext, Work
 from cached_rag.backends.llama_cpp.residents import Owner, Residents, SequenceState
 from cached_rag.backends.llama_cpp.watch import Attention
 from cached_rag.backends.machine import free_bytes
-from cached_rag.errors import ModelError
+from cached_rag.errors import ConfigError, ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
@@ -132,12 +132,12 @@ class LlamaCppModel:
         """See `Backend`. Tokens of one chunk that are computed in one call do not see each other's.
 
         Raises:
-            ModelError: the method chooses layer by layer, or watches attention that is not shown.
+            ConfigError: the method chooses layer by layer, or watches attention that is not shown.
         """
         method, layout = prompt.method, prompt.layout
         asks = isinstance(method, QuestionSelector) and bool(method.observed_layers(layout))
         if method.check_layers(layout) or (asks and not self.can_watch):
-            raise ModelError(
+            raise ConfigError(
                 f"{spelled(method)} looks into the model's layers, and llama.cpp does not show "
                 'them; use auto, epic, lexical, reuse, prefix or full, or backend="transformers"'
             )

@@ -30,7 +30,7 @@ from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.recording import Inputs, entering
 from cached_rag.backends.transformers.row_cache import Drift, Observed, Observer, Peeked, RowCache
 from cached_rag.backends.transformers.states import LayerStates
-from cached_rag.errors import ModelError
+from cached_rag.errors import ConfigError, ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import LayerCheck, Layout, QuestionSelector, Selector
 
@@ -321,7 +321,7 @@ def _ask(decoder: Decoder, prompt: RepairInput, method: QuestionSelector) -> Cho
     every layer, since nothing that they see changes. All others are to be computed again.
     """
     if not decoder.is_fast:
-        raise ModelError(
+        raise ConfigError(
             "this model's attention cannot be watched, so methods that ask the question cannot "
             "be used with it; choose cacheblend, epic or reuse"
         )
