@@ -56,6 +56,13 @@ _KIMI_DELTA = (
 )
 _CONVOLUTION = "attn_norm:64 shortconv.conv:64x3 shortconv.in_proj:192x64 shortconv.out_proj:64x64"
 _UNTIED = "output_norm:64 output:Vx64"
+_BIASED = (
+    "attn_norm+:64 attn_qkv+:192x64 attn_output+:64x64 ffn_norm+:64 ffn_up+:128x64 ffn_down+:64x128"
+)
+_T5 = "attn_norm:64 attn_q:64x64 attn_k:64x64 attn_v:64x64 attn_o:64x64 attn_rel_b:32x4"
+_CROSS = (
+    "cross_attn_norm:64 cross_attn_q:64x64 cross_attn_k:64x64 cross_attn_v:64x64 cross_attn_o:64x64"
+)
 
 _FIELDS = {
     "context_length": 512,
@@ -276,13 +283,29 @@ ARCHITECTURES = {
         {**_DELTA_FIELDS, **_EXPERT_FIELDS, "rope.dimension_count": 8},
     ),
     "bloom": Architecture(
-        [
-            "attn_norm+:64 attn_qkv+:192x64 attn_output+:64x64 ffn_norm+:64 ffn_up+:128x64 "
-            "ffn_down+:64x128"
-        ]
-        * 3,
+        [_BIASED] * 3,
         {"attention.head_count_kv": 4, "attention.layer_norm_epsilon": 1e-5},
         "token_embd_norm+:64 output_norm+:64",
+    ),
+    "gpt2": Architecture(
+        [_BIASED] * 3,
+        {"attention.head_count_kv": 4, "attention.layer_norm_epsilon": 1e-5},
+        "position_embd:512x64 output_norm+:64 output:Vx64",
+    ),
+    "llama-embed": Architecture([f"{_ATTENTION} {_DENSE}"] * 2),
+    "t5": Architecture(
+        [""],
+        {
+            "attention.head_count_kv": 4,
+            "attention.layer_norm_epsilon": 1e-5,
+            "attention.relative_buckets_count": 32,
+            "decoder_start_token_id": 0,
+        },
+        " ".join(
+            ["enc.output_norm:64 dec.output_norm:64 output:Vx64"]
+            + [f"enc.blk.0.{one}" for one in f"{_T5} {_DENSE}".split()]
+            + [f"dec.blk.0.{one}" for one in f"{_T5} {_CROSS} {_DENSE}".split()]
+        ),
     ),
     "qwen2vl": Architecture(
         [f"{_ATTENTION} {_DENSE}"] * 3, {"rope.dimension_sections": [2, 3, 3, 0]}

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import json
 
+import gguf
 import pytest
 import torch
 from conftest import CHUNKS, NEW_PROMPTS, ask, random_ids, shuffled
 from tiny_architectures import WINDOW, write_architecture
+from tiny_gguf import write_gguf
 from typer.testing import CliRunner
 
 from cached_rag import Engine
@@ -148,6 +150,36 @@ def test_everything_recomputed_is_full_prefill_and_chunks_are_reused(loaded, nam
         alone = [engine.generate(one, method="full", **options).token_ids for one in asked]
         streams = [engine.stream(one, method="full", **options) for one in asked]
         assert [stream.result().token_ids for stream in streams] == alone
+
+
+def test_learned_positions_are_not_tried_beyond_the_last(loaded):
+    model, ids = loaded("gpt2"), random_ids(LENGTH)
+    assert "learned positions" in str(model.rule)
+    whole, expected = prefilled(model, ids)
+    slots = torch.arange(40, LENGTH)
+    for stack in stacks_of(whole.keys):
+        stack[:, :, :, slots] = 7.0
+    torch.testing.assert_close(prefilled(model, ids, slots, whole)[1], expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("t5", "it has an encoder"), ("llama-embed", "equally likely")]
+)
+def test_what_does_not_continue_text_is_refused_and_ends_no_process(name, why, loaded):
+    with pytest.raises(ModelError, match=f"does not continue text: .*{why}"):
+        loaded(name)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda writer: writer.add_pooling_type(gguf.PoolingType.MEAN),
+        lambda writer: writer.add_causal_attention(False),
+    ],
+)
+def test_a_file_that_says_that_it_makes_embeddings_is_refused(add, tmp_path):
+    with pytest.raises(ModelError, match="it makes embeddings"):
+        load_llama_cpp(str(write_gguf(tmp_path / "tiny.gguf", add=add)), threads=1)
 
 
 # As a whole ----------------------------------------------------------------------------------

@@ -158,6 +158,8 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_model_n_ctx_train": (c_int32, (_HANDLE,)),
     "llama_model_size": (c_uint64, (_HANDLE,)),
     "llama_model_n_params": (c_uint64, (_HANDLE,)),
+    "llama_model_has_encoder": (c_bool, (_HANDLE,)),
+    "llama_model_has_decoder": (c_bool, (_HANDLE,)),
     "llama_model_is_recurrent": (c_bool, (_HANDLE,)),
     "llama_model_is_hybrid": (c_bool, (_HANDLE,)),
     "llama_vocab_n_tokens": (c_int32, (_HANDLE,)),

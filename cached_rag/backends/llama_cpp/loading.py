@@ -86,8 +86,8 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         ConfigError: it is no GGUF.
         ModelNotFoundError: there is no such file, or it has no tokenizer that transformers knows.
         MissingPackageError: llama.cpp is not installed.
-        ModelError: the file is damaged, or does not fit in memory; or a GPU is wanted and the build
-            has none.
+        ModelError: the file is damaged, of no decoder, or does not fit in memory; or a GPU is
+            wanted and the build has none.
     """
     library, source = api.load(), gguf_source(name)
     if on_gpu and not library.llama_supports_gpu_offload():
@@ -100,6 +100,8 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
     _check_memory(name, files)
     reader = FileOutline(path)  # first, for llama.cpp ends the process over some files
     reader.tensors += [one for file in files[1:] for one in FileOutline(file).tensors]
+    if reader.number("pooling_type", 0) > 0 or not reader.number("attention.causal", 1):
+        raise _no_decoder(name, "it makes embeddings, or tokens see later ones")
     params = api.default_params(library, api.ModelParams)
     params.n_gpu_layers = -1 if on_gpu else 0
     params.load_mode = api.LOAD_MODE_NONE  # mapped, it would change with the file, or end with it
@@ -108,6 +110,8 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         raise ModelError(f"llama.cpp cannot load {path}; its messages in the log say why")
     context = LlamaContext(library, handle, threads or torch.get_num_threads())
     try:
+        if library.llama_model_has_encoder(handle) or not library.llama_model_has_decoder(handle):
+            raise _no_decoder(name, "it has an encoder")  # a pass would end the process
         facts = KVFacts.of(reader, library, handle)
         del reader
         context.least = max(context.least, facts.least_cells)
@@ -147,6 +151,10 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
     # Not at the interpreter's end, when the model's thread may still compute.
     weakref.finalize(model, context.close).atexit = False
     return model
+
+
+def _no_decoder(name: str, why: str) -> ModelError:
+    return ModelError(f"{name} does not continue text: {why}. Give a model that answers")
 
 
 def _check_memory(name: str, files: list[Path]) -> None:
@@ -247,6 +255,7 @@ class KVFacts:
         softcap: bound of the scores; 0 for none.
         sinks: by layer, one more score of each head.
         least_cells: with fewer cells llama.cpp would rotate otherwise (longrope).
+        adds_positions: learned positions are added to the embeddings.
     """
 
     architecture: str
@@ -257,6 +266,7 @@ class KVFacts:
     softcap: float
     sinks: dict[int, torch.Tensor]
     least_cells: int
+    adds_positions: bool
 
     @classmethod
     def of(cls, reader: FileOutline, library: ctypes.CDLL, handle: int) -> KVFacts:
@@ -266,7 +276,8 @@ class KVFacts:
         sliding = int(reader.number("attention.key_length_swa", width))
         rotated = int(reader.number("rope.dimension_count", 0)) or width
         is_latent = bool(reader.number("attention.key_length_mla", 0))
-        is_long = any(tensor.name == "rope_factors_long.weight" for tensor in reader.tensors)
+        names = {tensor.name for tensor in reader.tensors}
+        is_long = "rope_factors_long.weight" in names
         trained = reader.number("context_length", 0)
         original = reader.number("rope.scaling.original_context_length", trained)
         return cls(
@@ -282,6 +293,7 @@ class KVFacts:
                 if (found := _SINKS.fullmatch(tensor.name))
             },
             int(original) + 1 if is_long else 0,
+            "position_embd.weight" in names,
         )
 
     def ways(self, layer: int) -> list[Scoring]:
@@ -354,11 +366,14 @@ def examined(context: LlamaContext, facts: KVFacts, ids: list[int]) -> PositionR
         ids: some tokens (`probe_ids`).
 
     Raises:
-        ModelError: a prompt does not go on from a state that is put in whole.
+        ModelError: a prompt does not go on from a state that is put in whole; or no token follows.
     """
     context.resize(0)
     third, end = len(ids) // 3, len(ids) - 1
     trial = _Trial(context, ids, (0, third, 2 * third, end, end + 1))
+    if bool((trial.logits == trial.logits[0]).all()):
+        why = "to it all tokens are equally likely to come next, as to one that makes embeddings"
+        raise _no_decoder(f"this {facts.architecture} model", why)
     try:
         if context.is_recurrent:
             raise ModelError("it has recurrent layers")
@@ -484,6 +499,8 @@ class _Trial:
 
 def _rule(trial: _Trial, facts: KVFacts, here: KVBuffer) -> PositionRule:
     """How keys, and what of latents is rotated, depend on position: from three places."""
+    if facts.adds_positions:  # llama.cpp ends the process beyond the last one
+        return PositionRule(reason="positions are added to the embeddings (learned positions)")
     there = {delta: trial.read(delta) for delta in (_NEAR, _FAR)}
     found: dict[str, list[LayerRule]] = {"keys": [], "values": []}
     sides = ("keys", "values") if facts.dims.latent else ("keys",)
