@@ -49,6 +49,7 @@ _OURS = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder"), "device"),
     **dict.fromkeys(("quantization_config", "load_in_8bit", "load_in_4bit"), "weights"),
     "revision": "revision",
+    "gguf_file": "the file's path as model",
 }
 _log = logging.getLogger(__name__)
 # A file is told from another by a sample: this many pages, evenly spread, of this many bytes each.
@@ -131,13 +132,24 @@ def resolve(name: str) -> ModelSource:
         raise ModelNotFoundError(f"there is no GGUF file at {path}")
     if is_folder:
         if not (path / "config.json").is_file():
-            raise ModelNotFoundError(f"{path} has no config.json; a model folder needs one")
+            raise ModelNotFoundError(
+                f"{path} has no config.json; a model folder needs one{_instead(path)}"
+            )
         return ModelSource(str(path), False, "")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"there is no model folder at {path}")
     if near := difflib.get_close_matches(name.lower(), ALIASES, 1, _LIKELY_MEANT):
         raise ModelNotFoundError(f"there is no model {name!r}; did you mean {near[0]!r}?")
     return ModelSource(name, False, "")
+
+
+def _instead(folder: Path) -> str:
+    """What a folder that is no model's is good for, as far as that can be told."""
+    if (folder / "adapter_config.json").is_file():
+        return ". It holds an adapter: give it as adapter=, with the model it was made for"
+    if files := sorted(path.name for path in folder.glob("*.gguf")):
+        return f". Give the path of a GGUF file in it: {', '.join(files)}"
+    return ""
 
 
 def _begins_as_gguf(path: Path) -> bool:
@@ -177,7 +189,9 @@ def split_files(path: Path) -> list[Path]:
     split = _SPLIT.fullmatch(path.name)
     if split is None:
         return [path]
-    return sorted(path.parent.glob(f"{escape(split[1])}-*-of-{split[2]}.gguf"))
+    near = path.parent.glob(f"{escape(split[1])}-*-of-{split[2]}.gguf")
+    parts = ((file, _SPLIT.fullmatch(file.name)) for file in near)
+    return sorted(file for file, part in parts if part and part[1] == split[1])
 
 
 def _gguf(path: Path) -> ModelSource:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import VOCAB, plain_logits, random_ids, tiny_model, tiny_tokenizer
 from gguf import GGMLQuantizationType as Kind
-from tiny_architectures import write_architecture
+from tiny_architectures import ARCHITECTURES, write_architecture
 from tiny_gguf import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +27,7 @@ from cached_rag import load_model
 from cached_rag.backends import machine, resolve
 from cached_rag.backends.transformers import loading, packing
 from cached_rag.backends.transformers.complete import DiskEmbedding
-from cached_rag.backends.transformers.gguf import _read_once, convert, set_attention
+from cached_rag.backends.transformers.gguf import _read_once, convert, end_ids, set_attention
 from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotation
 from cached_rag.backends.transformers.packing import densify
 from cached_rag.backends.untrusted import BoundedReader
@@ -293,6 +293,8 @@ def test_all_files_of_a_split_one_tell_models_apart(tmp_path):
     assert resolve.resolve(str(first)).digest != whole
     second.unlink()
     assert resolve.resolve(str(first)).digest not in ("", whole)
+    write_gguf(tmp_path / "[odd]-other.gguf", files=2)
+    assert resolve.split_files(first) == [first]
 
 
 @pytest.mark.usefixtures("_own_cache")
@@ -348,13 +350,26 @@ def test_the_largest_gemma_has_a_scale_of_its_own(kind, layers, width, heads, sc
 
 
 @pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("caps", [{}, {"final_logit_softcapping": 3.0}])
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
-def test_gemma_attends_as_in_llama_cpp(kind, tmp_path):
+def test_gemma_attends_as_in_llama_cpp(kind, caps, tmp_path, monkeypatch):
+    for name, cap in caps.items():
+        monkeypatch.setitem(ARCHITECTURES[kind].fields, name, cap)
     file = str(write_architecture(tmp_path / "tiny.gguf", kind))
     model, other = load_model(file, dtype="float32", device="cpu"), load_backend(file, "llama.cpp")
     ids = torch.tensor([random_ids(40, 1)])
     found, own = model.forward(ids), other.forward(ids).float()
     assert (found - own).norm() < 0.05 * own.norm()
+
+
+@pytest.mark.usefixtures("_own_cache")
+def test_bounds_of_logits_are_refused_where_transformers_has_none(tmp_path):
+    def add(writer):
+        writer.add_float32("llama.final_logit_softcapping", 3.0)
+
+    file = str(write_gguf(tmp_path / "tiny.gguf", add=add))
+    with pytest.raises(ModelError, match=r'final_logit_softcapping 3.*backend="llama.cpp"'):
+        load_model(file, device="cpu")
 
 
 @pytest.mark.usefixtures("_own_cache")
@@ -404,6 +419,37 @@ def test_answers_end_where_a_turn_or_a_message_ends(tmp_path):
     file = str(write_gguf(tmp_path / "tiny.gguf", Kind.F32, add=add))
     model = load_model(file, dtype="float32", device="cpu")
     assert model.eos_ids == load_backend(file, "llama.cpp").eos_ids == {1, 5, 6}
+
+
+@pytest.mark.usefixtures("_own_cache")
+@pytest.mark.parametrize("eos", [5, None])
+def test_the_end_of_a_turn_is_known_by_its_text(eos, tmp_path):
+    """The tests' vocabulary has "<|im_end|>", 1, as a control token."""
+
+    def add(writer):
+        field = writer.kv_data[0].pop("tokenizer.ggml.eos_token_id")
+        if eos is not None:
+            field.value = eos
+            writer.kv_data[0]["tokenizer.ggml.eos_token_id"] = field
+
+    file = str(write_gguf(tmp_path / "tiny.gguf", Kind.F32, add=add))
+    model = load_model(file, dtype="float32", device="cpu")
+    assert model.eos_ids == ({1, 5} if eos else {1})
+    if eos:
+        assert load_backend(file, "llama.cpp").eos_ids == model.eos_ids
+
+
+def test_where_messages_follow_each_other_the_end_of_one_ends_no_answer():
+    names = ["<|end|>", "<|return|>", "<|call|>", "</s>"]
+    kinds = [3, 3, 3, 1]
+
+    def ids(count):
+        field = SimpleNamespace(parts=[[kind] for kind in kinds], types=[5], data=range(count))
+        reader = SimpleNamespace(fields={"tokenizer.ggml.token_type": field})
+        return end_ids(reader, {name: at for at, name in enumerate(names)})
+
+    assert ids(4) == [1, 2]
+    assert ids(1) == 0
 
 
 def test_a_containers_limit_counts(tmp_path, monkeypatch):

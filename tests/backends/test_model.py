@@ -32,7 +32,13 @@ def test_unknown_models_say_what_to_give_instead(name, reason):
 
 
 def test_a_folder_without_configuration_is_named(tmp_path):
-    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json; a model folder needs one$"):
+        resolve(str(tmp_path))
+    (tmp_path / "q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelNotFoundError, match=r"path of a GGUF file in it: q4\.gguf"):
+        resolve(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match=r"give it as adapter="):
         resolve(str(tmp_path))
 
 
@@ -127,3 +133,9 @@ def test_defaults_of_a_model_that_are_not_followed_are_said(caplog):
     plain.generation_config.no_repeat_ngram_size = 2
     wrap_model(plain, tiny_tokenizer(), name="plain", revision="1")
     assert "plain asks for {'no_repeat_ngram_size': 2} in its generation_config" in caplog.text
+    plain.generation_config.repetition_penalty = 2
+    assert wrap_model(plain, tiny_tokenizer(), name="x", revision="1").repetition_penalty == 2.0
+    for wrong in (-1.0, "x", [1]):
+        plain.generation_config.repetition_penalty = wrong
+        with pytest.raises(ModelError, match=r"repetition_penalty of .* number above 0"):
+            wrap_model(plain, tiny_tokenizer(), name="plain", revision="1")

@@ -212,6 +212,7 @@ def test_options_of_loading_reach_the_model_and_its_fingerprint(model_folder):
         ({"model_kwargs": {"torch_dtype": "float16"}}, "give dtype="),
         ({"model_kwargs": {"device_map": "auto"}}, "give device="),
         ({"model_kwargs": {"load_in_4bit": True}}, "give weights="),
+        ({"model_kwargs": {"gguf_file": "a.gguf"}}, "give the file's path as model="),
         ({"model_kwargs": {"config": object()}}, "model_kwargs takes strings, numbers"),
         ({"model_kwargs": {"nonsense": 1}}, "cannot be loaded with model_kwargs.*nonsense"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has .'tools'."),

@@ -9,7 +9,7 @@ Weights in groups of 4 bits stay what they are (`few_bits.py`), all others becom
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -43,6 +43,18 @@ _READING = Lock()
 # Of so many layers of Gemma 3 the last sees everything, unless a file says otherwise.
 _PERIOD = 6
 _GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
+# Scores' bounds, by how both GGUFs and transformers name them, and the kinds that have them.
+_CAPS, _CAPPED = ("attn_logit_softcapping", "final_logit_softcapping"), ("gemma2", "gemma3")
+# Texts of control tokens that end an answer, as in `llama-vocab.cpp`.
+_ENDS = (
+    *("</s>", "<eos>", "<|endoftext|>", "<|end_of_text|>", "[EOS]"),
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "[e~["),
+    *("<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<|return|>", "<|call|>", "<|calls|>"),
+    *("<|flush|>",),
+)
+# Where these end an answer, "<|end|>" ends a message, such as a thought, and another follows.
+_HARMONY = {"<|return|>", "<|flush|>"}
+_CONTROL = gguf.TokenType.CONTROL.value
 # How many groups of 4-bit weights a block of Q4_K has.
 _SUPER = 8
 
@@ -52,24 +64,27 @@ def convert(source: Path, folder: Path) -> None:
 
     Raises:
         ModelError: the file is one of several, lacks weights, or has some that transformers has no
-            place for, or rotates as no model of transformers does.
+            place for, or rotates or caps scores as no model of transformers does.
         OSError: the disk is full, or the folder cannot be written.
         ValueError, or what readers come to: the file is damaged, or of an unknown kind.
     """
     where = _where(source)
     with _read_once(source) as reader:
         refuse_split(reader, source)
-        AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        tokenizer.save_pretrained(folder)
         kind = reader.architecture
         config = AutoConfig.from_pretrained(**where)
+    ends = end_ids(reader, tokenizer.get_vocab())
+    set_caps(config, reader)
     if is_gguf_arch_supported(kind):
         refuse_scaling(reader)
-        _convert_whole(where, folder, end_ids(reader, config))
+        _convert_whole(where, folder, ends)
         return
     set_rotation(config, reader)
     set_attention(config, reader)
     generation = GenerationConfig.from_model_config(config)
-    generation.eos_token_id = end_ids(reader, config)
+    generation.eos_token_id = ends
     generation.save_pretrained(folder)
     config.architectures = [type(empty_model(config)).__name__]
     config.dtype = torch.bfloat16
@@ -298,14 +313,40 @@ def refuse_split(reader: Any, source: Path) -> None:
         )
 
 
-def end_ids(reader: Any, config: Any) -> int | list[int] | None:
-    """The tokens that end an answer: the text's end, and a chat's turn's and message's."""
-    own = config.eos_token_id
-    ids: list[int] = list(own) if isinstance(own, list) else [own] if own is not None else []
+def end_ids(reader: Any, vocabulary: Mapping[str, int]) -> int | list[int] | None:
+    """The tokens that end an answer: the text's end, and a chat's turn's and message's.
+
+    Many files name the first one alone. The others are known by their texts, as in llama.cpp.
+    """
+    ids: list[int] = []
     for name in ("eos", "eot", "eom"):
         ids += map(int, loader.read_field(reader, f"tokenizer.ggml.{name}_token_id"))
+    kinds = loader.read_field(reader, "tokenizer.ggml.token_type")
+    control = {at for at, kind in enumerate(kinds) if kind == _CONTROL}
+    found = {text for text in _ENDS if vocabulary.get(text) in control}
+    if found & _HARMONY:
+        found.discard("<|end|>")
+    ids += sorted(vocabulary[text] for text in found)
     different = list(dict.fromkeys(ids))
     return different if len(different) > 1 else next(iter(different), None)
+
+
+def set_caps(config: Any, reader: BoundedReader) -> None:
+    """Bound attention's scores and the logits as the file says, which transformers does not read.
+
+    Raises:
+        ModelError: it says so of a kind that has no bounds in transformers.
+    """
+    kind, text = reader.architecture, config.get_text_config()
+    for name in _CAPS:
+        if kind in _CAPPED:
+            setattr(text, name, reader.number(name, getattr(text, name) or 0.0) or None)
+        elif cap := reader.number(name, 0.0):
+            raise ModelError(
+                f"this GGUF file ({kind}) has {name} {cap:g}, which transformers leaves out: its "
+                'numbers would be wrong. Load it with backend="llama.cpp", or the model it was '
+                "made from"
+            )
 
 
 def set_attention(config: Any, reader: BoundedReader) -> None:

@@ -6,6 +6,7 @@ Knows no prompt, chunk or store.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -61,7 +62,7 @@ _KV_VERSION = 1
 _ALL_KINDS = "Model type should be one of"
 _TRUSTED = "trust_remote_code"
 # Part of the names of converted folders: raised when their content changes.
-_FOLDER_VERSION = 7
+_FOLDER_VERSION = 8
 
 
 @judged
@@ -244,6 +245,7 @@ def wrap_model(
     if keeps != "dense":
         packing.pack(model, lean or model, weights, few_bit_dtype, keeps)
     found = examine(model, lean)
+    _check_penalty(model.generation_config, name)
     _warn_of_unfollowed(model.generation_config, name)
     if keeps == "dense":
         packing.pack(model, found.decoder.network, weights, few_bit_dtype, keeps)
@@ -332,6 +334,15 @@ def _context_length(config: Any) -> int:
         if isinstance(value, int):
             return max(value, stretched)
     return 1 << 20  # ALiBi models name no bound
+
+
+def _check_penalty(config: Any, name: str) -> None:
+    penalty = getattr(config, "repetition_penalty", None) or 1.0
+    if not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
+        raise ModelError(
+            f"{name} has a repetition_penalty of {penalty!r} in its generation_config, which must "
+            "be a number above 0; 1.0 changes nothing. Correct it, or download the file again"
+        )
 
 
 def _warn_of_unfollowed(config: Any, name: str) -> None:

@@ -90,7 +90,8 @@ class LanguageModel:
     @property
     def repetition_penalty(self) -> float:
         """See `Backend`."""
-        return getattr(self.decoder.model.generation_config, "repetition_penalty", None) or 1.0
+        config = self.decoder.model.generation_config
+        return float(getattr(config, "repetition_penalty", None) or 1.0)
 
     @property
     def can_watch(self) -> bool:
