@@ -162,6 +162,18 @@ def test_a_model_is_found_inside_of_what_was_made_of_it(around):
     assert torch.allclose(logits, own, atol=1e-4)
 
 
+def test_layers_that_choose_keys_by_an_index_are_named():
+    config = AutoConfig.for_model(
+        "minimax_m3_vl_text",
+        **PLAIN,
+        **{"head_dim": 16, "num_local_experts": 4, "index_n_heads": 2, "index_head_dim": 16},
+        layer_types=["full_attention", "minimax_m3_sparse"] * 2,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ModelError, match="minimax_m3_sparse: its layers choose the keys"):
+        wrap_model(model, tiny_tokenizer(), name="x", revision="x")
+
+
 @OLD
 @pytest.mark.parametrize(
     ("around", "says"),

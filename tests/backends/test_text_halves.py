@@ -11,7 +11,7 @@ from conftest import VOCAB, random_ids, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
-from cached_rag import Engine, load_model
+from cached_rag import Engine, load_model, wrap_model
 from cached_rag.backends.transformers.complete import load_complete, text_half
 from cached_rag.errors import ConfigError, ModelError
 
@@ -76,6 +76,14 @@ def test_a_folder_with_both_halves_is_a_model_like_any(tmp_path):
     model = load_model(str(tmp_path), dtype="float32")
     assert model.can_watch
     assert type(model.decoder.model).__name__ == "Gemma3ForCausalLM"
+
+
+def test_layers_are_those_of_text_where_images_have_as_many():
+    model = whole("gemma3")
+    vision = model.config.vision_config
+    vision.num_hidden_layers = model.config.text_config.num_hidden_layers
+    model = AutoModelForImageTextToText.from_config(model.config).eval()
+    assert wrap_model(model, tiny_tokenizer(), name="x", revision="x").can_watch
 
 
 def in_fp8(folder):

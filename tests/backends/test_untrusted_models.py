@@ -265,10 +265,11 @@ def test_what_cannot_be_read_is_told_from_what_is_damaged(folder):
 def test_weights_that_are_no_numbers_are_named(folder):
     [file] = folder.glob("*.safetensors")
     tensors = load_file(file)
-    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"layer 1 .* are not finite"):
-        load_model(str(folder), device="cpu")
+    for name, place in (("lm_head", "the head"), ("model.layers.1.mlp.down_proj", "layer 1")):
+        tensors[f"{name}.weight"][0, 0] = float("nan")
+        save_file(tensors, file, metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=f"{place} .* are not finite"):
+            load_model(str(folder), device="cpu")
 
 
 def test_a_gguf_is_known_by_its_content_and_not_by_its_name(tmp_path, monkeypatch):

@@ -108,7 +108,8 @@ def load_complete(path: str, name: str, config: Any = None, **options: Any) -> A
         names = _some([f"{key} of {list(own)} instead of {list(its)}" for key, own, its in others])
         raise ModelError(
             f"{len(others)} weights of {name} have another shape than its configuration says "
-            f"({names}); config.json and weights are of different models: download both again"
+            f"({names}): they are of different models, or a GGUF does not name its sizes. Download "
+            'config.json and the weights again, or load a GGUF with backend="llama.cpp"'
         )
     linears = {name for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     unused = [key for key in report["unexpected_keys"] if key.rpartition(".")[0] in linears]

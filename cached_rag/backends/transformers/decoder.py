@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -84,11 +85,13 @@ def decoder_layers(
 def decoder_modules(model: Any) -> tuple[torch.nn.Module, ...]:
     """The decoder layers: the first module list with as many entries as the model has layers.
 
+    What sees images may have as many; so what the model calls its decoder is searched first.
+
     Raises:
         ModelError: there is no such list.
     """
     count = model.config.get_text_config().num_hidden_layers
-    for module in model.modules():
+    for module in chain(model.get_decoder().modules(), model.modules()):
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return tuple(module)
     raise ModelError(f"no list of {count} decoder layers was found in {type(model).__name__}")

@@ -94,6 +94,11 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
             f"{type(model).__name__} masks what is outside its windows by tables for rows that "
             f"follow each other, so scattered tokens of a long prompt would be wrong. {REMEDY}"
         )
+    if sparse := {one.kind for one in decoder_layers(model) if "_sparse" in one.kind}:
+        raise ModelError(
+            f"{type(model).__name__} has {', '.join(sorted(sparse))}: its layers choose the keys "
+            f"that they see by an index of their own. {REMEDY}"
+        )
     attention.register()
     forget_lengths(model)
     convolve_rows(one.module for one in decoder_layers(model) if one.kind == CONVOLUTION)
@@ -290,10 +295,11 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
             f"{type(decoder.model).__name__} could not be examined ({type(error).__name__}: "
             f"{error}). {REMEDY}"
         ) from error
-    for layer, outputs in enumerate(found.outputs):
+    places = [f"layer {layer}" for layer in range(len(found.outputs))]
+    for place, outputs in zip([*places, "the head"], [*found.outputs, found.logits], strict=True):
         if not outputs.isfinite().all():
             raise ModelError(
-                f"layer {layer} of {type(decoder.model).__name__} computes numbers that are not "
+                f"{place} of {type(decoder.model).__name__} computes numbers that are not "
                 'finite: its weights are damaged, or too large for this dtype. Try dtype="float32" '
                 "or download them again"
             )
