@@ -245,12 +245,13 @@ class DocumentIndex:
 
         Raises:
             IndexMismatchError: they have others, and this user may not write the index.
+            ConfigError: see `embedded`.
         """
         query = f"{_ROWS} ORDER BY c.id DESC LIMIT ?"
         rows = list(filter(is_sound, self._database.rows(query, _COMPARED)))
         if not rows:
             return
-        found = embedder.embed([str(row[3]) for row in rows])
+        found = embedded(embedder, [str(row[3]) for row in rows])
         kept = (np.frombuffer(row[4], np.float32) for row in rows)  # type: ignore[call-overload]
         if all(map(_is_same, kept, found)):
             return

@@ -58,6 +58,16 @@ def test_chunks_are_embedded_anew_once_and_the_right_one_is_found(opened, caplog
     assert not caplog.text
 
 
+@pytest.mark.parametrize("gives", [lambda v: v.tolist(), lambda v: 9 * v])
+def test_lists_and_vectors_of_any_length_are_the_same_again(opened, caplog, monkeypatch, gives):
+    embed = WordEmbedding.embed
+    monkeypatch.setattr(WordEmbedding, "embed", lambda self, texts: gives(embed(self, texts)))
+    rag_with(opened, WordEmbedding()).add_texts(TEXTS, progress=False)
+    with caplog.at_level(logging.WARNING):
+        assert rag_with(opened, WordEmbedding()).search("copper green", k=1)
+    assert not caplog.text
+
+
 def test_a_negative_control_finds_the_wrong_chunk(opened, monkeypatch):
     monkeypatch.setattr(DocumentIndex, "see_vectors_of", lambda *_: None)
     rag_with(opened, WordEmbedding()).add_texts(TEXTS, progress=False)
