@@ -196,9 +196,9 @@ class Search:
         # What FAISS was built from: the file as other processes left it, and as this one did.
         self._built = (-1, -1)
         self._changes = 0
-        # The words, and what they were taken from: the checksum of each chunk.
-        self._words: WordSearch | None = None
-        self._read: dict[int, str] = {}
+        # The words, with what they were taken from: the checksum of each chunk. None while they are
+        # changed, so that they are read anew where that was interrupted.
+        self._words: tuple[WordSearch, dict[int, str]] | None = None
         self._words_of = (-1, -1)
         self._lock = threading.Lock()
 
@@ -302,10 +302,11 @@ class Search:
         now = (self._database.version(), self._changes)  # before the file is read
         if now != self._built:
             self._faiss, self._built = self._index(), now
-        if has_words and now != self._words_of:
-            self._read_words()
-            self._words_of = now
-        return self._faiss, self._words if has_words else None
+        if not has_words:
+            return self._faiss, None
+        if self._words is None or now != self._words_of:
+            self._words, self._words_of = self._read_words(), now
+        return self._faiss, self._words[0]
 
     def _index(self) -> Any:
         """FAISS over all vectors; None without any."""
@@ -324,15 +325,15 @@ class Search:
         index.add_with_ids(vectors, np.array([row for row, _ in rows], np.int64))
         return index
 
-    def _read_words(self) -> None:
+    def _read_words(self) -> tuple[WordSearch, dict[int, str]]:
         """Bring in the words of chunks that came or went since the last time."""
-        self._words = self._words or WordSearch()
+        (words, read), self._words = self._words or (WordSearch(), {}), None
         kept = dict(self._database.read(_numbered, "SELECT id, checksum FROM chunks"))
-        self._words.drop(one for one, sum_ in self._read.items() if kept.get(one) != sum_)
-        new = [one for one, sum_ in kept.items() if self._read.get(one) != sum_]
+        words.drop(one for one, sum_ in read.items() if kept.get(one) != sum_)
+        new = [one for one, sum_ in kept.items() if read.get(one) != sum_]
         query = f"SELECT id, text FROM chunks WHERE id IN {_LISTED}"
-        self._words.add(self._database.read(_numbered, query, json.dumps(new)))
-        self._read = kept
+        words.add(self._database.read(_numbered, query, json.dumps(new)))
+        return words, kept
 
 
 def _numbered(number: int, value: object) -> tuple[int, str]:

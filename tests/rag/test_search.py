@@ -103,6 +103,20 @@ def test_what_another_process_writes_is_found_by_its_words(index, tmp_path):
     assert "a.txt" not in sources(index, "tx-245", 9)
 
 
+def test_an_interrupted_search_costs_no_later_one(index, monkeypatch):
+    add = WordSearch.add
+
+    def interrupted(self, texts):
+        add(self, texts)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(WordSearch, "add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sources(index, "tx-245")
+    monkeypatch.undo()
+    assert sources(index, "tx-245") == ["a.txt"]
+
+
 def test_the_orders_are_joined_by_reciprocal_rank():
     assert fused([1, 2, 3], [3, 1]) == [1, 3, 2]
     assert fused([5], []) == [5]
