@@ -279,7 +279,7 @@ def helped(
     with NamedTemporaryFile(dir=folder.path, prefix=".seen-") as token:
         recipe = IngestRecipe(
             _with_absolute_paths(folder.settings),
-            options,
+            _with_absolute_paths(options),
             store,
             None if isinstance(embedder, Embedder) else embedder,
             engine.model.fingerprint,
@@ -335,8 +335,8 @@ def _for_workers(store: StoreConfig) -> StoreConfig:
     )
 
 
-def _with_absolute_paths(settings: Mapping[str, str]) -> dict[str, str]:
-    """The settings with models that are folders named for whatever folder a worker runs in."""
-    models = {name: settings[name] for name in ("model", "embedding")}
-    here = {name: str(Path(m).absolute()) for name, m in models.items() if Path(m).exists()}
+def _with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with models that are folders named for whatever folder a worker runs in."""
+    models = ((n, settings[n]) for n in ("model", "embedding", "adapter") if settings.get(n))
+    here = {name: str(Path(m).absolute()) for name, m in models if Path(m).exists()}
     return {**settings, **here}

@@ -19,6 +19,7 @@ from cached_rag.errors import ClusterError, StoreError
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library import encode
 from cached_rag.rag import workers
+from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.workers import Preparation
 
 pytestmark = pytest.mark.slow
@@ -184,6 +185,19 @@ def test_a_remote_store_spares_workers_the_folder(opened, docs, tmp_path, monkey
     monkeypatch.setattr(RemoteTier, "drain", lambda _: 2)
     with pytest.raises(StoreError, match="KVs could not be sent"):
         ingest(rag, docs, ray=Here())
+
+
+def test_folders_of_models_are_named_for_any_folder(opened, docs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lora").mkdir()
+    folder = opened("index")._folder
+    assert folder.engine  # before there is an adapter, which is none
+    options = folder.load_options() | {"adapter": "lora"}
+    monkeypatch.setattr(folder, "load_options", lambda: options)
+    with workers.helped(Here(), folder, docs, DocumentLimits()) as prepare:
+        (recipe,) = prepare.args
+    assert recipe.options["adapter"] == str(tmp_path / "lora")
+    assert (recipe.options["revision"], recipe.settings["adapter"]) == (None, "")
 
 
 def test_what_workers_cannot_do_is_refused_before_they_are_asked(docs, tmp_path):
