@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from cached_rag.config import StoreConfig
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, inner_ids
 from cached_rag.kv.database import IN_MEMORY
@@ -308,22 +309,34 @@ def unneeded(folder: Path, texts: Callable[[], Iterable[str]]) -> set[str]:
     return known - {digest(text.strip()) for text in texts()}
 
 
-def held_bytes(folder: Path, texts: Collection[str], encodings: int) -> int | None:
+def held_bytes(
+    folder: Path, texts: Collection[str], encodings: int, store: StoreConfig
+) -> int | None:
     """Bytes of all KV in a folder, if each of these texts has KV of the last model to use it.
+
+    Of a model that keeps states, chunks have none, so it is enough that it knows them.
 
     Args:
         encodings: how many of each text there are to be.
+        store: the codec, and with what files are signed; if there is a key, others do not count.
 
     Returns:
         None if some have less.
     """
     if not (found := makers(folder)):
         return None if texts else 0
-    with closing(_disk(folder)) as disk:
+    with (
+        closing(_disk(folder, store.codec, store.signing_key)) as disk,
+        closing(_catalog(folder, found[-1].model)) as catalog,
+    ):
+        if not (store.composes or catalog.prefixes() or catalog.damage()):
+            encodings = 0
         sizes = disk.sizes()
-    with closing(_catalog(folder, found[-1].model)) as catalog:
-        counts = {name: len(sizes.keys() & keys) for name, keys in catalog.keys_by_text()}
-    known = (counts.get(digest(text.strip()), 0) for text in texts)
+        held = sizes.keys() & {file.name.split(".")[0] for file in (folder / "blobs").glob("*/*")}
+        if store.signing_key:  # each file is opened, so not without need
+            held = {key for key in held if key in disk}
+        counts = {name: len(held & {*keys}) for name, keys in catalog.keys_by_text()}
+    known = (counts.get(digest(text.strip()), -1) for text in texts)
     return sum(sizes.values()) if all(count >= encodings for count in known) else None
 
 
@@ -345,11 +358,11 @@ def _catalogs(folder: Path, maker: Maker) -> Iterator[Catalog]:
             yield catalog
 
 
-def _disk(folder: Path) -> DiskStore:
-    """The files of all codecs: what is counted and deleted here does not depend on the store's."""
+def _disk(folder: Path, codec: str = "raw", secret: str | None = None) -> DiskStore:
+    """The files; those of all codecs are counted and deleted, whatever the store's is."""
     from cached_rag.kv.disk import DiskStore  # with PyTorch, which a look around needs not
 
-    return DiskStore(folder)
+    return DiskStore(folder, codec, secret=secret)
 
 
 def _catalog(folder: Path, model: str = "", namespace: str = "") -> Catalog:

@@ -265,7 +265,11 @@ class IndexFolder:
         """
         if self._engine is not None or self._remote is not None or self._replaced():
             return None
-        return held_bytes(self.path / "kv", texts, len(contexts(self.settings)))
+        from cached_rag.library.matching import ANCHOR  # with PyTorch, which `list` needs not
+
+        chunks = [text for text in texts if len(text.strip()) >= ANCHOR]
+        store = replace(self.store, codec=self.settings["codec"])
+        return held_bytes(self.path / "kv", chunks, len(contexts(self.settings)), store)
 
     def forget(self, texts: Sequence[str]) -> int:
         """Delete the KV of texts, by whatever model and in whatever codec; says how many went."""

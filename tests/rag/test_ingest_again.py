@@ -7,7 +7,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from conftest import CHUNKS
+from conftest import CHUNKS, tiny_model, tiny_tokenizer
 from indexes import WordEmbedding
 from typer.testing import CliRunner
 
@@ -63,16 +63,31 @@ def loaded(monkeypatch):
 
 
 @pytest.fixture
-def again(tmp_path, docs, model_folder):
-    """Ingests into the same index, opened anew."""
+def opening(tmp_path, docs, model_folder):
+    """Makes what ingests into the same index, opened anew by the same settings."""
 
-    def ingested(**options):
-        embedding = Counted()
-        with CachedRAG.open(tmp_path / "index", model_folder, embedding=embedding) as rag:
-            summary = rag.ingest(docs, progress=False, **options)
-        return replace(summary, seconds=0.0), embedding.calls
+    def made(**how):
+        def ingested(**options):
+            embedding = Counted()
+            with CachedRAG.open(
+                tmp_path / "index", model_folder, embedding=embedding, **how
+            ) as rag:
+                summary = rag.ingest(docs, progress=False, **options)
+            return replace(summary, seconds=0.0), embedding.calls
 
-    return ingested
+        return ingested
+
+    return made
+
+
+@pytest.fixture
+def again(opening):
+    return opening()
+
+
+@pytest.fixture
+def signed(opening):
+    return opening(signing_key="k" * 16)
 
 
 def test_nothing_new_is_not_read_and_loads_no_model(again, read, loaded):
@@ -120,6 +135,31 @@ def test_kv_that_is_gone_is_computed_anew(again, read, loaded, tmp_path):
     summary, _ = again()
     assert (summary.added, summary.encoded, len(loaded)) == (0, first.encoded, 2)
     assert len(read) == 3
+
+
+def test_files_of_kv_that_are_gone_are_computed_anew(again, read, loaded, tmp_path):
+    first, _ = again()
+    shutil.rmtree(tmp_path / "index" / "kv" / "blobs")
+    assert (again()[0].encoded, len(loaded)) == (first.encoded, 2)
+    again()
+    assert len(loaded) == 2
+
+
+def test_kv_is_signed_where_there_is_a_key_by_now(again, read, loaded, signed):
+    first, _ = again()
+    assert (signed()[0].encoded, len(loaded)) == (first.encoded, 2)
+    assert (signed()[0].encoded, len(loaded)) == (0, 2)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_texts_that_never_have_kv_load_no_model(tmp_path, docs, loaded, family):
+    (docs / "short.txt").write_text("The valve opens at six bars now")
+    tiny_model(family).decoder.model.save_pretrained(tmp_path / family)
+    tiny_tokenizer().save_pretrained(tmp_path / family)
+    for _ in range(2):
+        with CachedRAG.open(tmp_path / "i", tmp_path / family, embedding=WordEmbedding()) as rag:
+            rag.ingest(docs, progress=False)
+    assert len(loaded) == 1
 
 
 def test_files_that_are_gone_are_named_until_they_are_deleted(again, docs, read, loaded):
