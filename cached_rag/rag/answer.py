@@ -175,6 +175,7 @@ class Answer:
         question: what was asked; with it, an answer can stand in the history of a follow-up.
         searched: what chunks were searched for with.
         trace_source: what `trace` is made of.
+        chunks: the texts of its chunks, if it was made of messages, which do not have `sources`.
     """
 
     text: str
@@ -184,6 +185,7 @@ class Answer:
     searched: str = ""
     thought: str = ""
     trace_source: TraceSource | None = field(default=None, compare=False)
+    chunks: tuple[str, ...] = ()
 
     @property
     def trace(self) -> Trace | None:
@@ -415,7 +417,7 @@ def resumed(history: Sequence[Answer | Message]) -> Dialogue:
         )
     said = Dialogue()
     for asked, answered, texts in zip(turns[::2], turns[1::2], given[::2], strict=True):
-        answer = Answer(answered["content"], (), Report("auto"), asked["content"])
+        answer = Answer(answered["content"], (), Report("auto"), asked["content"], chunks=texts)
         said = said.and_then(answer, texts)
     return said
 
@@ -423,7 +425,7 @@ def resumed(history: Sequence[Answer | Message]) -> Dialogue:
 def _given(turn: Answer | Message) -> list[tuple[str, ...]]:
     """The chunks of each message that a turn of a history stands for."""
     if isinstance(turn, Answer):
-        return [tuple(hit.text for hit in turn.sources), ()]
+        return [tuple(hit.text for hit in turn.sources) or turn.chunks, ()]
     texts = turn.get("chunks", ())
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ConfigError("the chunks of a message are a list of texts, as Chat.messages has them")

@@ -195,7 +195,7 @@ def check_question(text: str) -> None:
 
 
 def _reranked(reranker: Reranker, text: str, hits: Sequence[Hit]) -> list[Hit]:
-    given = list(reranker(text, [hit.text for hit in hits]))
+    given = reranker(text, [hit.text for hit in hits])
     try:
         scores = [float(score) for score in given]
     except (TypeError, ValueError):

@@ -247,7 +247,8 @@ def test_a_reranker_decides_among_the_candidates(rag, opened):
     shortest = min((hit.text for hit in rag.search(FIRST, 3)), key=len)
     assert [hit.text for hit in other.search(FIRST, 1)] == [shortest]
     assert seen == [(FIRST, 3)]
-    for scores in ([1.0], ["far"] * 3, [1.0, 2.0, None], [1.0, 2.0, float("nan")]):
+    bad = [[1.0], ["far"] * 3, [1.0, 2.0, None], [1.0, 2.0, float("nan")], None, 1.0]
+    for scores in bad:
         wrong = opened(sequence_bytes=0, reranker=lambda *_, now=scores: now, candidates=3)
         with pytest.raises(ConfigError, match=r"a number for each text.* for 3 texts"):
             wrong.search(FIRST, 1)
@@ -280,6 +281,7 @@ def test_a_conversation_goes_on_from_its_messages_as_json_keeps_them(rag, prompt
     assert prompts[2] == prompts[1]
     assert again.messages == chat.messages
     assert rag.chat(history=chat.history).messages == chat.messages
+    assert rag.chat(history=again.history).messages == chat.messages
 
 
 def test_a_resumed_conversation_has_no_chunk_that_the_index_does_not_have(rag, prompts):
