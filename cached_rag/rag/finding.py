@@ -202,7 +202,8 @@ class Root:
 
     def source(self, path: Path) -> str | None:
         """The source of an absolute path in this root; None if it lies elsewhere."""
-        for inner, outer in ((path, self.path), (path.resolve(), self.path.resolve())):
+        real, real_root = (Path(os.path.realpath(one)) for one in (path, self.path))
+        for inner, outer in ((path, self.path), (real, real_root)):
             if inner.is_relative_to(outer):
                 return join(self.name, inner.relative_to(outer))
         return None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, partial
 from itertools import accumulate, chain
-from os.path import isdir, isfile  # unlike those of a Path, they never raise
+from os.path import isdir, isfile, realpath  # unlike those of a Path, they never raise
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -328,12 +328,12 @@ def watch(
 
     if not isdir(path):
         raise DocumentError(f"there is no folder at {path} to watch; files are ingested without")
-    own = ignored.resolve()
+    own = realpath(ignored)
 
     def counts(_: object, name: str) -> bool:
         changed = Path(name)
         below = Path(*changed.parts[len(path.parts) :])
-        return not is_hidden(below) and not changed.resolve().is_relative_to(own)
+        return not is_hidden(below) and not Path(realpath(changed)).is_relative_to(own)
 
     changes = watchfiles.watch(
         path,
@@ -380,5 +380,5 @@ def _changed(folder: Path, paths: set[Path]) -> list[Path]:
         return []
     if len(paths) > _MOST_FILES or not all(map(isfile, paths)):
         return [folder]
-    found = {file.resolve(): file for file in look_at(folder).files}
-    return sorted(found[file] for path in paths if (file := path.resolve()) in found)
+    found = {realpath(file): file for file in look_at(folder).files}
+    return sorted(found[file] for path in paths if (file := realpath(path)) in found)

@@ -68,6 +68,16 @@ def test_a_bad_file_is_said_and_the_watch_goes_on(watched, docs):
     assert next(changes).added == 1
 
 
+def test_a_link_that_leads_to_itself_does_not_end_the_watch(watched, docs):
+    rag, changes = watched
+    next(changes)
+    (docs / "loop.txt").symlink_to("loop.txt")
+    (docs / "good.txt").write_text("Lead is grey and soft, and is easily cast")
+    assert next(changes).added == 1
+    with pytest.raises(DocumentError, match="no document"):
+        rag.delete(docs / "loop.txt")
+
+
 def test_what_is_ingested_again(tmp_path):
     inside = tmp_path / ".hidden"
     inside.mkdir()
