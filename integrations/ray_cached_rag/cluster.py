@@ -72,12 +72,20 @@ class RayConfig:
 
         Raises:
             ClusterError: the cluster cannot be reached, is too small, or its workers failed.
+            ConfigError: what embeds cannot be sent to them.
             CachedRAGError: what a worker raised.
         """
         size = self.documents_per_task
         batches = [tuple(tasks[at : at + size]) for at in range(0, len(tasks), size)]
         if not batches:
             return
+        try:
+            ray.cloudpickle.dumps(recipe.embedding)
+        except Exception as error:  # whatever is in it raises what it likes
+            raise ConfigError(
+                f"the embedding {recipe.embedding!r} cannot be sent to workers ({error}); give one "
+                "that pickle takes, or a model's name"
+            ) from error
         cpus, gpus = self.cpus_per_worker, self.gpus_per_worker
         with connected(self.address, (self.workers or 1) * cpus):
             yield from _prepared(recipe, batches, self.workers or room(cpus, gpus), self)

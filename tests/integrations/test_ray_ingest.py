@@ -202,5 +202,11 @@ def test_bad_settings_are_refused(options):
         RayConfig(**options)
 
 
+def test_an_embedding_that_cannot_be_sent_is_named_before_there_is_a_cluster():
+    recipe = IngestRecipe({}, {}, StoreConfig(), threading.Lock(), "", "/nowhere", ())
+    with pytest.raises(ConfigError, match=r"the embedding .*lock.* cannot be sent to workers"):
+        list(RayConfig("nowhere:1").prepare(recipe, [IngestTask("a", "/nowhere/a.txt")]))
+
+
 def test_an_ingestion_of_nothing_needs_no_cluster(tmp_path):
     assert list(RayConfig("nowhere:1").prepare(None, [])) == []
