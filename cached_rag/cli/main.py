@@ -149,6 +149,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a code page may lack what an answer has
             stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, TextIOWrapper):  # a question that is no text is refused as one
+        sys.stdin.reconfigure(errors="surrogateescape")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         require(sys.stdout is not None, "standard output is closed; send it to a file or /dev/null")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -763,6 +764,16 @@ def test_a_last_question_that_fails_is_an_exit_code(index):
     result = run(cli.app, [*arguments, "--dtype", "float32"], input="copper green?\n")
     assert result.exit_code == 1
     assert "error: " in result.output
+
+
+def test_a_question_that_is_no_text_is_an_error_and_no_traceback(index, monkeypatch, capsys):
+    arguments = ["chat", "--index", str(index), "--dtype", "float32"]
+    monkeypatch.setattr("sys.argv", ["cached-rag", *arguments])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9?\n"), encoding="utf-8"))
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 1
+    assert "error: a question has half of a surrogate pair" in capsys.readouterr().err
 
 
 def test_workers_of_a_cluster_need_a_cluster(tmp_path):
