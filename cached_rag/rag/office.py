@@ -29,10 +29,11 @@ _SAID = {"tab": "\t", "noBreakHyphen": "-", "ptab": "\t"}
 _HIDDEN_IN_WORD = ("moveFrom", "Fallback", "rt")
 _NOTES = {"footnoteReference": "footnote", "endnoteReference": "endnote"}
 _OFF = ("0", "false", "off")
+_VANISH = "{*}rPr/{*}vanish"
 _HEADING = re.compile(r"heading ([1-6])", re.IGNORECASE)
 _LEVEL = re.compile(r"%([1-9])")
 # Most styles that are based on each other.
-_DEEPEST = 20
+DEEPEST = 20
 _SLIDE_TAGS = {"tbl": "table", "tr": "tr", "tc": "td", "br": "br", "txBody": "div"}
 _NUMBERED = "{*}pPr/{*}buAutoNum"
 _TITLES = ("title", "ctrTitle")
@@ -169,7 +170,7 @@ class _Styles:
 
     def find(self, name: str, path: str) -> Any:
         """What a style, or one that it is based on, has at a path; None if none has."""
-        for _ in range(_DEEPEST):
+        for _ in range(DEEPEST):
             style = self._by_id.get(name)
             if style is None:
                 return None
@@ -253,7 +254,7 @@ class _Marker:
         """Give the elements of a tree HTML's names, and no text but that of runs."""
         for element, name in _elements(root):
             element.text = _SAID.get(name, element.text)
-            if name in _HIDDEN_IN_WORD or (name == "r" and _is_hidden(element)):
+            if name in _HIDDEN_IN_WORD or (name == "r" and self._is_hidden(element)):
                 element.set("hidden", "")
             elif name in _NOTES:
                 key = _NOTES[name], says(element, "id")
@@ -275,11 +276,17 @@ class _Marker:
             level = said_at(listed, "{*}ilvl") or "0"
             element.text = self.numbering.next(said_at(listed, "{*}numId"), level)
         element.tag = self.styles.heading(style) or ("div" if element.text else "p")
+        if _is_on(self.styles.find(style, _VANISH)):
+            element.set("hidden", "")
+
+    def _is_hidden(self, run: Any) -> bool:
+        own = run.find(_VANISH)
+        style = said_at(run, "{*}rPr/{*}rStyle")
+        return _is_on(self.styles.find(style, _VANISH) if own is None else own)
 
 
-def _is_hidden(run: Any) -> bool:
-    vanish = run.find("{*}rPr/{*}vanish")
-    return vanish is not None and says(vanish) not in _OFF
+def _is_on(switch: Any) -> bool:
+    return switch is not None and says(switch) not in _OFF
 
 
 def read_pptx(path: Path) -> list[Part]:
@@ -320,6 +327,8 @@ def _written(root: Any) -> list[Part]:
             block = "div"
         elif name in _HIDDEN_ON_SLIDES or says(element, "type") == "slidenum":
             element.set("hidden", "")
+        elif name == "cNvPr" and says(element, "hidden") in ("1", "true"):
+            element.getparent().getparent().set("hidden", "")
         elif name == "txBody":
             counts = {}
         elif name == "p":

@@ -21,7 +21,7 @@ from lxml import etree
 from cached_rag.errors import needs_extra
 from cached_rag.rag.document import Metadata, Part
 from cached_rag.rag.html import tree_parts
-from cached_rag.rag.office import Archive, says
+from cached_rag.rag.office import DEEPEST, Archive, says
 
 # What a format has beside digits: colours and conditions, a currency, room for a character, a
 # character as it is, text in quotes.
@@ -48,6 +48,9 @@ _TAGS = {
     **{"table-row": "tr", "table-cell": "td", "covered-table-cell": "td", "page": "div"},
 }
 _HIDDEN = ("tracked-changes", "annotation", "forms", "desc", "hidden-paragraph")
+# What says whether text of a style is shown, and that it is not.
+_SHOWING, _UNSHOWN = ("display", "visibility"), {"none", "false", "hidden"}
+_BLOCKS = ("p", "h1", "h2", "h3", "h4", "h5", "h6")
 # Most cells or rows with text that one element stands for; and most columns, as LibreOffice has.
 _MOST_REPEATED, _MOST_COLUMNS = 50, 16_384
 
@@ -229,10 +232,16 @@ def read_opendocument(path: Path) -> Iterator[Part]:
 
 
 def _hidden_styles(styles: list[Any]) -> Iterator[str]:
-    for root in styles:
-        for style in root.iterfind(".//{*}style"):
-            if any(says(one, "display") in ("none", "false") for one in style):
-                yield says(style, "name")
+    every = (one for root in reversed(styles) for one in root.iterfind(".//{*}style"))
+    known = {says(style, "name"): style for style in every}
+    for name, style in known.items():
+        said = set[str]()
+        for _ in range(DEEPEST):
+            if style is not None and not said:
+                said = {says(one, how) for one in style for how in _SHOWING} - {""}
+                style = known.get(says(style, "parent-style-name"))
+        if said & _UNSHOWN:
+            yield name
 
 
 class _ListStyles:
@@ -272,8 +281,11 @@ def _write(body: Any, hidden: set[str], numbers: _ListStyles) -> None:
     """Give the elements of a tree HTML's names."""
     for element in list(body.iter("{*}*")):
         name = etree.QName(element).localname
-        if name in _HIDDEN or says(element, "style-name") in hidden:
+        is_hidden = says(element, "style-name") in hidden or says(element, "display") == "none"
+        if name in _HIDDEN or is_hidden:
             element.set("hidden", "")
+        if name == "hidden-paragraph" and says(element, "is-hidden") == "true":
+            next(element.iterancestors(*_BLOCKS), element).set("hidden", "")
         element.tag = _TAGS.get(name, "span")
         if name == "h":
             level = says(element, "outline-level")
@@ -290,6 +302,8 @@ def _write(body: Any, hidden: set[str], numbers: _ListStyles) -> None:
 
 def _rows(table: Any) -> Iterator[list[str]]:
     """The cells' texts as they are shown, of the rows that have any."""
+    for space in table.iter("{*}s", "{*}tab", "{*}line-break"):
+        space.text = " "
     for row in table.iter("{*}table-row"):
         cells: list[str] = []
         empty = 0  # those at a row's end, for all columns that there may be, are left out

@@ -110,7 +110,8 @@ NUMBERING = (
 )
 STYLES = '<w:style w:styleId="H"><w:name w:val="heading 1"/></w:style>\
 <w:style w:styleId="L"><w:name w:val="Steps"/><w:pPr><w:numPr><w:numId w:val="1"/></w:numPr>\
-</w:pPr></w:style>'
+</w:pPr></w:style><w:style w:styleId="X"><w:rPr><w:vanish/></w:rPr></w:style>\
+<w:style w:styleId="Y"><w:basedOn w:val="X"/></w:style>'
 WORD = {
     "go-on": (
         paragraph("Close.", 1) + paragraph("Then:") + paragraph("Turn.", style="L"),
@@ -155,6 +156,15 @@ WORD = {
             "</w:delText></w:r></w:del><w:moveFrom><w:r><w:t>X</w:t></w:r></w:moveFrom>",
         ),
         "a",
+    ),
+    "styled": (
+        paragraph(
+            "a",
+            more='<w:r><w:rPr><w:rStyle w:val="Y"/></w:rPr><w:t>X</w:t></w:r>'
+            '<w:r><w:rPr><w:rStyle w:val="Y"/><w:vanish w:val="0"/></w:rPr><w:t>b</w:t></w:r>',
+        )
+        + paragraph("X", style="Y"),
+        "ab",
     ),
     "run": (
         paragraph("pro", more="<w:r><w:t>cedure &lt; 5 &amp; *b*</w:t></w:r>"),
@@ -232,6 +242,8 @@ SLIDE = (
     shape(slide_line("Title"), place="title")
     + shape(slide_line("Close", NUMBER), slide_line("Turn", NUMBER), slide_line("x", "<a:buChar/>"))
     + f"<p:graphicFrame>{SLIDE_TABLE}</a:tr></a:tbl></p:graphicFrame>"
+    + '<p:sp><p:nvSpPr><p:cNvPr hidden="1"/></p:nvSpPr>'
+    + f"<p:txBody>{slide_line('X')}</p:txBody></p:sp>"
 )
 CELLS = '<row r="1"><c r="A1" t="inlineStr"><is><t>share</t></is></c><c r="B1" t="inlineStr"><is>\
 <t>day</t></is></c><c r="C1" t="inlineStr"><is><t>price</t></is></c></row><row r="2"><c r="A2" \
@@ -248,26 +260,43 @@ ODT = (
     "</table:table-cell><table:table-cell/><table:table-cell><text:p>3</text:p>"
     "</table:table-cell></table:table-row></table:table><text:p>a<text:s text:c='3'/>b"
     "<text:line-break/>c</text:p><text:p>d<text:note><text:note-citation>1</text:note-citation>"
-    "<text:note-body><text:p>Note.</text:p></text:note-body></text:note></text:p></office:text>"
+    "<text:note-body><text:p>Note.</text:p></text:note-body></text:note></text:p>"
+    "<text:section text:display='none'><text:p>X</text:p></text:section>"
+    "<text:p>X<text:hidden-paragraph text:is-hidden='true'/></text:p>"
+    "<text:p>e<text:hidden-paragraph text:is-hidden='false'/></text:p>"
+    "<text:p text:style-name='Y'>X</text:p><text:p text:style-name='Z'>f</text:p></office:text>"
 )
-LIST_STYLE = (
-    "<office:automatic-styles><text:list-style style:name='N' "
-    "xmlns:style='urn:oasis:names:tc:opendocument:xmlns:style:1.0'><text:list-level-style-number "
-    "text:level='1' style:num-format='1'/></text:list-style></office:automatic-styles>"
+SPACES = "".join(
+    f" xmlns:{name}='urn:oasis:names:tc:opendocument:xmlns:{name}:1.0'"
+    for name in ("style", "presentation", "drawing")
+)
+STYLED = (
+    f"<office:automatic-styles{SPACES}><text:list-style style:name='N'>"
+    "<text:list-level-style-number text:level='1' style:num-format='1'/></text:list-style>"
+    "<style:style style:name='X'><style:text-properties text:display='none'/></style:style>"
+    "<style:style style:name='Y' style:parent-style-name='X'/>"
+    "<style:style style:name='Z' style:parent-style-name='X'><style:text-properties "
+    "text:display='true'/></style:style><style:style style:name='S'><style:drawing-page-properties "
+    "presentation:visibility='hidden'/></style:style></office:automatic-styles>"
+)
+SLIDES = (
+    f"<office:presentation{SPACES}><drawing:page><text:p>a</text:p></drawing:page>"
+    "<drawing:page drawing:style-name='S'><text:p>X</text:p></drawing:page></office:presentation>"
 )
 ODS = (
     "<office:spreadsheet><table:table table:name='M'><table:table-row><table:table-cell>"
     "<text:p>a</text:p></table:table-cell><table:table-cell><text:p>b</text:p></table:table-cell>"
     "</table:table-row><table:table-row><table:table-cell table:number-columns-repeated='1'/>"
-    "<table:table-cell><text:p>12.5%</text:p></table:table-cell></table:table-row></table:table>"
+    "<table:table-cell><text:p>12.5%<text:tab/>x<text:s text:c='2'/>y<text:line-break/>z</text:p>"
+    "</table:table-cell></table:table-row></table:table>"
     "</office:spreadsheet>"
 )
 
 
-def write_odt(path):
-    open_document("text", ODT)(path)
+def write_styled(path, kind, body):
+    open_document(kind, body)(path)
     before = "<office:body>"
-    changed(path, "content.xml", lambda text: text.replace(before, LIST_STYLE + before))
+    changed(path, "content.xml", lambda text: text.replace(before, STYLED + before))
 
 
 def write_notebook(path):
@@ -292,10 +321,11 @@ ARCHIVES = {
     ),
     "a.xlsx": (lambda path: write_sheet(path, CELLS, (0, 10, 14, 4)), SHEET),
     "a.odt": (
-        write_odt,
-        "Head\n\n1. Close\n\nmid\n\n2. Turn\n\n1 | | 3\n\na b\nc\n\nd [1]\n\nNote.",
+        lambda path: write_styled(path, "text", ODT),
+        "Head\n\n1. Close\n\nmid\n\n2. Turn\n\n1 | | 3\n\na b\nc\n\nd [1]\n\nNote.\n\ne\n\nf",
     ),
-    "a.ods": (open_document("spreadsheet", ODS), "M\n\na\n\nRow 1:\n  b: 12.5%"),
+    "a.odp": (lambda path: write_styled(path, "presentation", SLIDES), "a"),
+    "a.ods": (open_document("spreadsheet", ODS), "M\n\na\n\nRow 1:\n  b: 12.5% x y z"),
     "a.ipynb": (write_notebook, "5. Close\n6. Turn\n\nf(\n  1)\n\nx\ny\n\n2\n\n2.0"),
 }
 
