@@ -57,6 +57,8 @@ _FRONT_TITLE = re.compile(
     r"^title[ \t]*[:=][ \t]*(?:[>|][-+]?((?:\n[ \t]+.*)+)|(.+))$", re.MULTILINE | re.IGNORECASE
 )
 
+# A text with more NULs than one in so many bytes may be UTF-16, in which spaces have one.
+_SPARSE = 50
 # A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
 # In texts of other encodings it is the other way round.
 _WHOLE = 4
@@ -257,6 +259,8 @@ def decoded(path: Path) -> str:
         DocumentError: it is no text.
     """
     data = path.read_bytes()
+    if data.count(0) * _SPARSE > len(data) and (wide := _utf16(data)) is not None:
+        return wide
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -272,6 +276,22 @@ def decoded(path: Path) -> str:
         raise DocumentError(f"{path}: is not text in any known encoding")
     encoding = found["encoding"] if found["confidence"] >= _SURE else "cp1252"
     return data.decode(_MEANT.get(encoding, encoding), errors="replace")
+
+
+def _utf16(data: bytes) -> str | None:
+    """UTF-16 without a mark, some of which would pass for UTF-8; None if it is none.
+
+    A NUL is half of a space or letter, always the same half. By it the order of bytes is surer than
+    by the detection, which takes Hindi's for the other one.
+    """
+    import chardet
+
+    high, low = (data[side::2].count(0) for side in (0, 1))
+    found = chardet.detect(data, max_bytes=len(data))["encoding"] or ""
+    if (high and low) or not found.lower().startswith("utf-16"):
+        return None
+    order = "be" if high else "le"
+    return data.decode(f"utf-16-{order}", errors="replace").removeprefix("\ufeff")
 
 
 def _damaged_utf8(data: bytes) -> str | None:

@@ -100,6 +100,7 @@ GERMAN = "Die Prüfung der Ventile erfolgt jährlich. Für größere Anlagen gel
         ((GERMAN * 20).encode() + "ü".encode()[:1], GERMAN * 20 + "\ufffd"),
         (GERMAN.encode() + b"\xe9" + GERMAN.encode(), GERMAN + "\ufffd" + GERMAN.strip()),
         (b"\xef\xbb\xbfplain \xe9 text", "plain \ufffd text"),
+        (b"first one \0 second \0" * 9 + b"end", "first one  second " * 9 + "end"),
     ],
 )
 def test_a_bad_byte_costs_no_other_character(tmp_path, data, expected):
@@ -113,6 +114,8 @@ OTHERS = {
     "gb18030": "阀门每年检查一次。较大的设备适用过渡规则。请在检查之前关闭所有的水管和电源。",
     "euc_kr": "밸브는 매년 점검합니다. 더 큰 설비에는 경과 규정이 적용되니 주의하십시오. ",
     "utf-16": GERMAN,
+    "utf-16-le": "Проверка клапанов проводится ежегодно, для больших установок есть правила. ",
+    "utf-16-be": "वाल्व की हर साल जाँच की जाती है, और बड़े संयंत्रों के लिए नियम हैं। ",
 }
 
 
