@@ -240,9 +240,20 @@ def _current() -> Path | None:
         return None
 
 
+def _leave() -> None:
+    """Remove this process's own folder, as who asked cannot if it was killed."""
+    with suppress(OSError):
+        os.rmdir(os.getcwd())
+
+
 def main() -> None:
     """Read documents until there is nobody who asks."""
-    with os.fdopen(os.dup(1), "w", encoding="ascii") as answers, open(os.devnull, "w") as nothing:
+    with (
+        ExitStack() as leaving,
+        os.fdopen(os.dup(1), "w", encoding="ascii") as answers,
+        open(os.devnull, "w") as nothing,
+    ):
+        leaving.callback(_leave)
         os.dup2(nothing.fileno(), 1)
         for line in sys.stdin:
             wanted = json.loads(line)

@@ -177,20 +177,22 @@ def test_no_module_is_imported_from_the_folder_of_the_documents(tmp_path, monkey
 def test_a_reader_ends_with_the_process_that_asked(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     code = f"""
-import os
+import os, psutil
 from pathlib import Path
 from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.reading_process import ConfinedReader
 reader = ConfinedReader(DocumentLimits(), Path({str(tmp_path)!r}))
 reader.load({str(tmp_path / "a.txt")!r})
-print(reader._process.pid, flush=True)
+print(reader._process.pid, psutil.Process(reader._process.pid).cwd(), flush=True)
 os.kill(os.getpid(), 9)
 """
     said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60).stdout
+    pid, folder = said.decode().split()
     gone, _ = psutil.wait_procs(
-        [psutil.Process(int(said))] if psutil.pid_exists(int(said)) else [], timeout=20
+        [psutil.Process(int(pid))] if psutil.pid_exists(int(pid)) else [], timeout=20
     )
-    assert not psutil.pid_exists(int(said)) or gone
+    assert not psutil.pid_exists(int(pid)) or gone
+    assert not os.path.exists(folder)
 
 
 @pytest.mark.parametrize(
