@@ -241,7 +241,8 @@ class Database:
     def _damage(self, row: Row) -> str:
         return (
             f"row {row[0]} in {self.path} is damaged and left out; ingest the documents again to "
-            "have it back (cached-rag store verify lists all such rows)"
+            "have it back, or run cached-rag store prune if it is a prompt's (cached-rag store "
+            "verify lists all such rows)"
         )
 
     def scrub(self) -> None:

@@ -24,6 +24,7 @@ from cached_rag.kv.fingerprint import digest
 
 if TYPE_CHECKING:
     from cached_rag.kv.disk import DiskStore
+    from cached_rag.kv.kept import KeptPrompts
     from cached_rag.kv.remote import RemoteTier
 
 CATALOG = "catalog.sqlite"
@@ -144,12 +145,8 @@ class Removals:
 
     def _forget_kept(self, doomed: Iterable[_Doomed]) -> None:
         """Delete what finished prompts left of these texts."""
-        folder = self._database.path.parent / FOLDER
-        if self._database.path == IN_MEMORY or not is_folder(folder):
-            return
-        from cached_rag.kv.kept import KeptPrompts  # with PyTorch
-
-        with closing(KeptPrompts(folder)) as kept:
+        path = self._database.path
+        for kept in _kept(path.parent) if path != IN_MEMORY else ():
             for one in doomed:
                 kept.forget(self._namespace, one.text_digest, inner_ids(one.token_ids))
 
@@ -341,12 +338,24 @@ def held_bytes(
 
 
 def drop(folder: Path, holding: Holding) -> None:
-    """Delete the KV of a model, and forget the model."""
+    """Delete the KV of a model, what prompts left of it too, and forget the model."""
     with closing(_disk(folder)) as disk:
         for key in holding.keys:
             disk.delete(key)
-    with closing(_catalog(folder, holding.maker.model)) as catalog:
+    model = holding.maker.model
+    for kept in _kept(folder):
+        kept.remove([prompt for prompt in kept.all() if prompt.model == model])
+    with closing(_catalog(folder, model)) as catalog:
         catalog.clear()
+
+
+def _kept(folder: Path) -> Iterator[KeptPrompts]:
+    """What finished prompts left, if there is any."""
+    if is_folder(folder / FOLDER):
+        from cached_rag.kv.kept import KeptPrompts  # with PyTorch
+
+        with closing(KeptPrompts(folder / FOLDER)) as kept:
+            yield kept
 
 
 def _catalogs(folder: Path, maker: Maker) -> Iterator[Catalog]:

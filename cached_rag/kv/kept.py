@@ -153,7 +153,8 @@ class KeptPrompts:
         self._database = Database(folder / _TABLE, _SCHEMA)
         # Of one's own writing the database's version says nothing.
         self._writes = 0
-        self._read: tuple[tuple[int, int], list[KeptPrompt]] | None = None
+        self._read: tuple[tuple[int, int], list[KeptPrompt], bool] | None = None
+        self._known: dict[str, KeptPrompt] = {}  # by what was told; to read it takes long
 
     def close(self) -> None:
         """Release files."""
@@ -167,15 +168,25 @@ class KeptPrompts:
 
     def all(self) -> list[KeptPrompt]:
         """The prompts, that which was used longest ago first."""
+        return list(self._current()[0])
+
+    def _current(self) -> tuple[list[KeptPrompt], bool]:
+        """The prompts, and whether there are other rows, which are damaged."""
         version = self._database.version(), self._writes
         if self._read is None or self._read[0] != version:
-            rows = self._database.rows(f"{_SELECT} ORDER BY used")
-            told = [str(row[1]) for row in self._database.sound(rows)]
-            try:
-                self._read = version, [KeptPrompt.read(text) for text in told]
-            except (ValueError, TypeError, KeyError) as error:
-                raise StoreError(f"{self._database.path} has prompts of another kind") from error
-        return list(self._read[1])
+            self._read = version, *self._sound()
+        return self._read[1:]
+
+    def _sound(self) -> tuple[list[KeptPrompt], bool]:
+        rows, known = self._database.rows(f"{_SELECT} ORDER BY used"), self._known
+        told = [(row[0], str(row[1])) for row in self._database.sound(rows)]
+        try:
+            found = {text: known.get(text) or KeptPrompt.read(text) for _, text in told}
+        except (ValueError, TypeError, KeyError) as error:
+            raise StoreError(f"{self._database.path} has prompts of another kind") from error
+        self._known = found
+        sound = [found[text] for name, text in told if found[text].name == name]
+        return sound, len(sound) < len(rows)
 
     def fill(self, prompt: KeptPrompt, piece: MakesPiece, state: MakesState) -> None:
         """Write the pieces of a prompt that was told; those that are there are not asked for.
@@ -245,10 +256,11 @@ class KeptPrompts:
         Args:
             token_ids: those that every prompt with the text has.
         """
+        is_damaged = self._drop_damaged()  # rows that may have it
         mine = (prompt for prompt in self.all() if prompt.namespace == namespace)
         gone = [prompt for prompt in mine if prompt.has(text_digest, token_ids)]
         self.remove(gone)
-        if gone:
+        if gone or is_damaged:
             self._database.scrub()
         return len(gone)
 
@@ -261,6 +273,18 @@ class KeptPrompts:
             connection.executemany("DELETE FROM prompts WHERE name = ?", names)
         self._writes += 1
         self._delete({key for prompt in prompts for key in prompt.keys})
+
+    def _drop_damaged(self) -> bool:
+        """Delete damaged rows, and all pieces that no prompt has; says whether there were rows."""
+        _, is_damaged = self._current()
+        if is_damaged:
+            with self._database.transaction() as connection:
+                names = json.dumps([prompt.name for prompt in self._sound()[0]])
+                query = "DELETE FROM prompts WHERE name NOT IN (SELECT value FROM json_each(?))"
+                connection.execute(query, (names,))
+            self._writes += 1
+            self._delete(self._disk.sizes())
+        return is_damaged
 
     def _delete(self, keys: Iterable[str]) -> None:
         """Delete those of these pieces and states that no prompt has."""
@@ -282,13 +306,14 @@ class KeptPrompts:
         return [*self._database.check(told), *self._disk.check()]
 
     def prune(self, max_bytes: int | None = None) -> tuple[int, int]:
-        """Remove pieces that no prompt has, and prompts until `max_bytes` are left.
+        """Remove damaged rows, pieces that no prompt has, and prompts until `max_bytes` are left.
 
         Returns:
             How many files went, and their bytes.
         """
         before = self._disk.sizes()
-        self._delete(before)
+        if not self._drop_damaged():
+            self._delete(before)
         if max_bytes is not None:
             self._evict(max_bytes)
         litter, nbytes = self._disk.prune()

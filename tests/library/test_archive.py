@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 import stat
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -14,7 +16,7 @@ from tiny_architectures import write_architecture
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.holdings import FOLDER, forget
+from cached_rag.kv.holdings import FOLDER, drop, forget, unused
 from cached_rag.kv.kept import KeptPrompt, KeptPrompts, least_worth
 from cached_rag.library.sequences import PromptKV
 
@@ -162,6 +164,34 @@ def test_a_text_that_is_forgotten_before_it_is_written_is_not(tmp_path):
             engine.forget(CHUNKS[:1])
         archive._writing.drain()
     assert [one for one in kept(tmp_path) if len(one.ids) > 100] == []
+
+
+@pytest.mark.parametrize("how", ["forget", "prune"])
+@pytest.mark.parametrize("what", ["told", "name"])
+def test_a_damaged_row_goes_with_its_pieces(how, what, tmp_path):
+    asked_once(tmp_path)
+    with Engine(tiny_model("llama"), on_disk(tmp_path, sequence_disk_bytes=0)) as engine:
+        engine.register(CHUNKS)
+    with closing(sqlite3.connect(tmp_path / FOLDER / "prompts.sqlite")) as table, table:
+        table.execute(f"UPDATE prompts SET {what} = replace({what}, '1', '2')")
+    assert files(tmp_path)
+    if how == "forget":
+        forget(tmp_path, CHUNKS[:1])
+    with closing(KeptPrompts(tmp_path / FOLDER)) as found:
+        if how == "prune":
+            assert found.prune()[0]
+        assert found._database.rows("SELECT * FROM prompts") == []
+        assert found.check() == []
+    assert files(tmp_path) == []
+
+
+def test_what_prompts_left_goes_with_the_kv_of_a_model(tmp_path):
+    for dtype in (torch.bfloat16, torch.float32):
+        asked_once(tmp_path, tiny_model("llama", dtype))
+    assert len({one.model for one in kept(tmp_path)}) == 2
+    for holding in unused(tmp_path, "llama", ["float32"]):
+        drop(tmp_path, holding)
+    assert {one.model for one in kept(tmp_path)} == {tiny_model("llama").fingerprint}
 
 
 def test_damage_is_computed_anew_and_said(tmp_path, caplog):
