@@ -130,6 +130,7 @@ class Engine:
         self._resources: Resources = Resources.of(
             model, self.tokenization, self.library, self._encoder, settings, shared
         )
+        self.sequences.resume(settings.namespace, self.library.seen)
         self._owns_scheduler = beside is None
         self.scheduler: Scheduler = (
             beside.scheduler if beside else Scheduler(model, batch or BatchConfig())
@@ -248,6 +249,8 @@ class Engine:
             for one in (archive, self._remote if owns_all else None):
                 if one is not None:
                     one.close(max(0.0, deadline - time.monotonic()))
+            if self.library.shelf.disk is not None:  # where others may forget texts meanwhile
+                self.sequences.leave(self.settings.namespace, self.library.seen)
             self.library.close()
 
     def __enter__(self) -> Engine:

@@ -90,6 +90,7 @@ class Library:
         known: what is known of them.
         table: finds them in prompts.
         handed_over: those that are expected in a prompt to come.
+        seen: number of removals in the catalog, by whichever process, that are taken over.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Library:
         self._catalog, self.table = self.known.catalog, self.known.table
         self._forgotten = None if forgotten is None else WeakMethod(forgotten)
         self._last_row = self._version = 0
-        self._generation = self._evictions = self._num_removals = 0
+        self.seen = self._evictions = self._num_removals = 0
         self._removals = self._finished()
         self.refresh(force=True)
 
@@ -215,14 +216,14 @@ class Library:
         """Bring the table and the prefixes up to date; returns the chunks that were removed."""
         # All is read before anything is changed: else a failure would lose what was removed.
         generation, gone = self._catalog.generation(), list[ChunkRecord]()
-        is_new = generation != self._generation
+        is_new = generation != self.seen
         known = self._catalog.text_digests() if is_new else frozenset()
         added = list(self._catalog.modules(after=self._last_row))
         self.known.stand_behind(EncodedAfter(*row) for row in self._catalog.prefixes())
         if is_new:
             gone = [chunk for chunk in self.table if chunk.text_digest not in known]
             self.table.discard(gone)
-            self._generation = generation
+            self.seen = generation
         for row, chunk in added:
             self.table.add(chunk)
             self._last_row = row

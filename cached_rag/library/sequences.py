@@ -166,6 +166,7 @@ class Sequences:
         self._brought: WeakSet[PromptKV] = WeakSet()
         self._lock = threading.RLock()  # as in `WriteBack`
         self._has_told = False
+        self._seen: dict[str, int] = {}  # by tenants that were left, see `leave`
 
     @property
     def nbytes(self) -> int:
@@ -178,6 +179,16 @@ class Sequences:
         """Drop all sequences, of all tenants."""
         with self._lock:
             self._kept.clear()
+
+    def leave(self, namespace: str, removals: int) -> None:
+        """Note that `forget` may be called no more for a tenant who knows of so many removals."""
+        self._seen[namespace] = removals
+
+    def resume(self, namespace: str, removals: int) -> None:
+        """Drop a tenant's sequences if there were removals since `leave`, of whichever texts."""
+        with self._lock:
+            if self._seen.pop(namespace, removals) != removals:
+                self._kept = [one for one in self._kept if one.namespace != namespace]
 
     def beginning(
         self, namespace: str, ids: Ids, repair: str = "", exact: int = 0

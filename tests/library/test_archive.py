@@ -194,6 +194,19 @@ def test_what_prompts_left_goes_with_the_kv_of_a_model(tmp_path):
     assert {one.model for one in kept(tmp_path)} == {tiny_model("llama").fingerprint}
 
 
+def test_a_tenant_who_comes_back_has_nothing_of_what_others_forgot(tmp_path):
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        for forgotten in ([], CHUNKS[:1]):
+            with engine.tenant("a") as tenant:
+                tenant.encode(CHUNKS)
+                tenant.generate(FIRST, **OPTIONS)
+            with Engine(tiny_model("llama"), on_disk(tmp_path, namespace="a")) as other:
+                other.forget(forgotten)
+            with engine.tenant("a") as tenant:
+                reused = tenant.generate(FIRST, **OPTIONS).report.kept_tokens
+            assert (reused > 100) == (not forgotten)
+
+
 def test_damage_is_computed_anew_and_said(tmp_path, caplog):
     messages = later_turn(asked_once(tmp_path))
     good, cached = again(tmp_path / "fresh", messages)
