@@ -14,7 +14,7 @@ from cached_rag.cli.options import DEFAULT_INDEX, Index, documents_of, require_i
 from cached_rag.cli.terminal import Json, out, print_json
 from cached_rag.errors import ConfigError, StoreError, StoreFullError
 from cached_rag.kv import holdings
-from cached_rag.kv.catalog import Catalog
+from cached_rag.kv.catalog import CATALOG, Catalog
 from cached_rag.kv.database import Database, Problem
 from cached_rag.kv.files import is_file, is_folder, status_of
 from cached_rag.kv.holdings import Holding
@@ -62,7 +62,7 @@ def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     folder = index / "kv"
     problems = [
         *_problems(index / "documents.sqlite", DocumentIndex),
-        *_problems(folder / holdings.CATALOG, lambda path: Catalog(path, "")),
+        *_problems(folder / CATALOG, lambda path: Catalog(path, "")),
         *_problems(
             folder / "index.sqlite", lambda path: DiskStore(path.parent, secret=signing_key())
         ),
@@ -122,7 +122,7 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
         StoreFullError: the disk is full, and stays so without the KV that may go.
     """
     folder = index / "kv"
-    databases = [*filter(is_file, (index / "documents.sqlite", folder / holdings.CATALOG))]
+    databases = [*filter(is_file, (index / "documents.sqlite", folder / CATALOG))]
     gone: list[tuple[int, int]] = []
     try:
         opened = _disk_store(index)

@@ -207,7 +207,7 @@ class Engine:
         Args:
             namespace: the tenant's; engines with the same namespace do share KV. Without a store on
                 disk, texts and their KV go with the last of them that is closed. What prompts left
-                (`sequence_bytes`) is there for the next.
+                (`sequence_bytes`) is there for the next, unless others forgot texts meanwhile.
         """
         settings = replace(self.settings, namespace=namespace)
         given = self.tokenization.template.kwargs
@@ -243,12 +243,14 @@ class Engine:
                 mine.learning.close(0)
                 raise
             mine.learning.close(max(0.0, deadline - time.monotonic()))
+            self.library.refresh()  # nothing is written of what others have forgotten
             if archive is not None:
-                self.sequences.close()
+                self.sequences.close(deadline)
         finally:
-            for one in (archive, self._remote if owns_all else None):
-                if one is not None:
-                    one.close(max(0.0, deadline - time.monotonic()))
+            if archive is not None:
+                archive.close()
+            if owns_all and self._remote is not None:
+                self._remote.close(max(0.0, deadline - time.monotonic()))
             if self.library.shelf.disk is not None:  # where others may forget texts meanwhile
                 self.sequences.leave(self.settings.namespace, self.library.seen)
             self.library.close()
@@ -421,7 +423,13 @@ class Engine:
         if self._resources.learning.recurring is not None:
             self._resources.learning.recurring.clear()
         self.library.refresh()
-        return self.library.remove({digest(text.strip()) for text in texts}, records)
+        try:
+            return self.library.remove({digest(text.strip()) for text in texts}, records)
+        finally:
+            if (archive := self._resources.archive) is not None:  # also what was never known
+                for one in records:
+                    ids = inner_ids(one.token_ids)
+                    archive.forget(self.settings.namespace, one.text_digest, ids)
 
     def hold(
         self,
@@ -453,7 +461,7 @@ class Engine:
         return self.library.hold(self._encoder.records_of(texts), pinned=pinned, until=until)
 
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
-        """Drop all KV of removed chunks that is outside the library: in what prompts left."""
+        """Use no more KV of removed chunks that is outside the library: in what prompts left."""
         self._encoder.let_go()
         self.library.handed_over.forget({chunk.text_digest for chunk in chunks})
         for chunk in chunks:

@@ -27,7 +27,7 @@ from cached_rag.engine.prompt import UNPLANNED
 from cached_rag.engine.request import Request, Status
 from cached_rag.engine.sharing import Beginning
 from cached_rag.engine.waiting import Waiting
-from cached_rag.errors import ClosedError, StoreError
+from cached_rag.errors import ClosedError
 from cached_rag.library.sequences import Sequences
 
 _log = logging.getLogger(__name__)
@@ -352,10 +352,7 @@ class Scheduler:
             kept, namespace, text_digest, token_ids = self._forgotten.popleft()
             for request in (*self._batch, *self._waiting):  # of these, those that were set back
                 request.forget(namespace, text_digest, token_ids)
-            try:
-                kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
-            except StoreError as error:  # as whoever called `forget` was told
-                _log.warning("%s", error)
+            kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
         while self._cancelled:
             self._finish(self._cancelled.popleft(), Status.CANCELLED)
 

@@ -60,6 +60,8 @@ _SIGNED = {
     "modules": "id, text_digest, anchor, length, token_ids, token_starts",
     "encodings": "rowid, token_ids, context",
 }
+# Its file in a store's folder.
+CATALOG = "catalog.sqlite"
 # The tokens at a chunk's borders may differ in a prompt, because characters merge with those of the
 # neighbours. So many tokens at each end may be missing in a match.
 MAX_TRIM = 4

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cached_rag.config import StoreConfig
 from cached_rag.errors import ConfigError, StoreError
-from cached_rag.kv.catalog import DROP_NEEDLESS, Catalog, Maker, inner_ids
+from cached_rag.kv.catalog import CATALOG, DROP_NEEDLESS, Catalog, Maker, inner_ids
 from cached_rag.kv.database import IN_MEMORY
 from cached_rag.kv.files import is_file, is_folder
 from cached_rag.kv.fingerprint import digest
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from cached_rag.kv.kept import KeptPrompts
     from cached_rag.kv.remote import RemoteTier
 
-CATALOG = "catalog.sqlite"
 # Where in a store's folder finished prompts are kept.
 FOLDER = "prompts"
 # Not if one came back and is doomed anew meanwhile: it may have new KV.

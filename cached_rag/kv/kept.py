@@ -13,6 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,8 +24,10 @@ import torch
 from cached_rag.errors import StoreError
 from cached_rag.kv.blob import signer_name
 from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.catalog import CATALOG, Catalog
 from cached_rag.kv.database import Database, Problem, row_sum
 from cached_rag.kv.disk import DiskStore
+from cached_rag.kv.files import is_file
 from cached_rag.kv.fingerprint import digest, ids_digest, module_key
 
 _TABLE = "prompts.sqlite"
@@ -188,15 +191,22 @@ class KeptPrompts:
         sound = [found[text] for name, text in told if found[text].name == name]
         return sound, len(sound) < len(rows)
 
-    def fill(self, prompt: KeptPrompt, piece: MakesPiece, state: MakesState) -> None:
+    def fill(self, prompt: KeptPrompt, piece: MakesPiece, state: MakesState) -> bool:
         """Write the pieces of a prompt that was told; those that are there are not asked for.
 
         If it is deleted meanwhile, they are not kept.
+
+        Returns:
+            Whether its texts are known; if others have forgotten one, nothing is kept.
 
         Raises:
             StoreError: there is no room, or the folder cannot be written; then nothing is kept.
         """
         try:
+            # Now that it was told, who forgets a text from here on finds it.
+            if not self._has_texts(prompt):
+                self.remove([prompt])
+                return False
             for key, (begin, end) in prompt.pieces.items():
                 if key not in self._disk:
                     self._disk.put(key, piece(begin, end), lambda: self._has(prompt))
@@ -209,6 +219,15 @@ class KeptPrompts:
             raise
         if self.max_bytes is not None:
             self._evict(self.max_bytes)
+        return True
+
+    def _has_texts(self, prompt: KeptPrompt) -> bool:
+        """Whether the catalog beside the folder has all texts of a prompt."""
+        names, path = {name for name, _ in prompt.chunks}, self._database.path.parents[1] / CATALOG
+        if not names or not is_file(path):
+            return not names
+        with closing(Catalog(path, prompt.model, prompt.namespace)) as catalog:
+            return len(catalog.find(names)) == len(names)
 
     def tell(self, prompt: KeptPrompt) -> None:
         """Write down that there is a prompt; `fill` is to follow.

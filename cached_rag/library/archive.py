@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from cached_rag.kv.kept import KeptPrompt, KeptPrompts
 from cached_rag.kv.layers import Layered, each
 from cached_rag.kv.rows import Run
 from cached_rag.library.learning import WriteBack
-from cached_rag.library.sequences import Ids, PromptKV
+from cached_rag.library.sequences import Ids, PromptKV, Supersedes
 
 _log = logging.getLogger(__name__)
 # A kept prompt's name, and where it is cut: the same prompt may be written anew with other cuts.
@@ -46,13 +48,14 @@ class PromptArchive:
             writing: does the writing in the background.
         """
         self._kept, self._model, self._device, self._writing = kept, model, device, writing
-        self._waiting: list[PromptKV] = []
+        # Those that `Sequences` keeps, so they take no memory beyond its bound.
+        self._waiting: WeakKeyDictionary[PromptKV, Supersedes] = WeakKeyDictionary()
         self._known: dict[_Cut, PromptKV] = {}
         self._lock = threading.RLock()  # as in `WriteBack`
 
-    def close(self, finish_seconds: float) -> None:
-        """Write what waits, as far as the time allows, and release files."""
-        self._writing.close(finish_seconds)
+    def close(self) -> None:
+        """Write nothing more, and release files; see `finish`."""
+        self._writing.close(0)
         self._kept.close()
 
     def prompts(self, namespace: str) -> list[PromptKV]:
@@ -104,9 +107,9 @@ class PromptArchive:
         with suppress(StoreError):  # the folder may be read-only
             self._kept.touch(prompt)
 
-    def _drop(self, prompt: KeptPrompt) -> None:
+    def _drop(self, *prompts: KeptPrompt) -> None:
         try:
-            self._kept.remove([prompt])
+            self._kept.remove(prompts)
         except StoreError as error:
             _log.warning("%s", error)
 
@@ -133,23 +136,60 @@ class PromptArchive:
         """Keys or values as a buffer of one prompt has them."""
         return each(side, lambda stack: stack[:, None].to(self._device))
 
-    def offer(self, prompt: PromptKV, supersedes: Callable[[PromptKV], bool]) -> None:
-        """Write a kept prompt when nobody asks anything.
+    def offer(self, prompt: PromptKV, supersedes: Supersedes) -> None:
+        """Write a prompt when nobody asks anything, if it is still kept in memory then.
 
         Args:
             supersedes: whether it can serve all prompts that another one can, which then goes.
         """
         with self._lock:
-            self._waiting.append(prompt)
-        self._writing.offer(("kept", id(prompt)), partial(self._write, prompt, supersedes))
+            self._waiting[prompt] = supersedes
+        self._writing.offer(object(), self._write_one)  # as often as there is something to write
 
-    def _write(self, prompt: PromptKV, supersedes: Callable[[PromptKV], bool]) -> None:
-        new, mine = self._to_keep(prompt), self._mine(prompt.namespace)
-        if any(one.name == new.name and len(one.stated) >= len(new.stated) for one, _ in mine):
-            self._touch(new)  # that one can serve as many prompts
-            self._no_longer_waits(prompt)
+    def _write_one(self) -> None:
+        with self._lock:
+            waiting = next(iter(self._waiting.items()), None)
+        if waiting is not None and self._tell(waiting[0]):
+            self._fill(*waiting)
+
+    def finish(self, prompts: Sequence[PromptKV], supersedes: Supersedes, deadline: float) -> None:
+        """Write prompts now, the last one first, and nothing else later.
+
+        Args:
+            deadline: none is begun later, by `time.monotonic`; those that are left are logged.
+        """
+        self._writing.close(0)
+        if time.monotonic() >= deadline:
             return
+        self._waiting.update(dict.fromkeys(prompts, supersedes))
+        told = [one for one in prompts if self._tell(one)]  # in the order in which they may go
+        try:
+            while told and time.monotonic() < deadline:
+                self._fill(told.pop(), supersedes)
+        finally:
+            if told:
+                self._drop(*map(self._to_keep, told))
+                _log.warning(
+                    "%d of the prompts that were kept are not on disk, because there was no time "
+                    "left (see StoreConfig.finish_seconds); they are computed anew",
+                    len(told),
+                )
 
+    def _tell(self, prompt: PromptKV) -> bool:
+        """Write down that a prompt is kept; says whether its KV has to follow."""
+        new = self._to_keep(prompt)
+        with self._lock, _logged():
+            if self._waiting.pop(prompt, None) is None:
+                return False  # a text in it was forgotten
+            mine = [one for one, _ in self._mine(prompt.namespace) if one.name == new.name]
+            if any(len(one.stated) >= len(new.stated) for one in mine):
+                self._touch(new)  # that one can serve as many prompts
+                return False
+            self._kept.tell(new)
+            return True
+        return False
+
+    def _fill(self, prompt: PromptKV, supersedes: Supersedes) -> None:
         def piece(begin: int, end: int) -> ModuleKV:
             found = prompt.piece(begin, end)
             assert found is not None
@@ -161,22 +201,11 @@ class PromptArchive:
             with self._model.lock:  # the state may still be where the model computes
                 return run.buffer.states.packed()
 
-        try:
-            with self._lock:
-                if not any(one is prompt for one in self._waiting):
-                    return  # a text in it was forgotten
-                self._kept.tell(new)
-            self._kept.fill(new, piece, state)
-            others = [pair for pair in self._mine(prompt.namespace) if pair[0].name != new.name]
-            self._kept.remove([one for one, described in others if supersedes(described)])
-        except StoreError as error:
-            _log.warning("what a prompt left is not kept on disk: %s", error)
-        finally:
-            self._no_longer_waits(prompt)
-
-    def _no_longer_waits(self, prompt: PromptKV) -> None:
-        with self._lock:
-            self._waiting = [one for one in self._waiting if one is not prompt]
+        new = self._to_keep(prompt)
+        with _logged():
+            if self._kept.fill(new, piece, state):
+                others = [pair for pair in self._mine(prompt.namespace) if pair[0].name != new.name]
+                self._kept.remove([one for one, other in others if supersedes(prompt, other)])
 
     def _to_keep(self, prompt: PromptKV) -> KeptPrompt:
         ends = tuple(run.slot + len(run) for run in prompt.runs)
@@ -193,19 +222,28 @@ class PromptArchive:
             prompt.least,
         )
 
-    def forget(self, namespace: str, text_digest: str, token_ids: Ids) -> None:
-        """Delete all prompts with a text, written or not; see `Sequences.forget`.
+    def withdraw(self, namespace: str, text_digest: str, token_ids: Ids) -> None:
+        """Write none of those that wait and have a text; see `Sequences.forget`."""
+        with self._lock:
+            for one in list(self._waiting):
+                if one.namespace == namespace and one.find(text_digest, token_ids) is not None:
+                    self._waiting.pop(one, None)
+
+    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
+        """Delete all prompts with a text from disk.
 
         Raises:
             StoreError: they cannot be deleted.
         """
-        with self._lock:
-            self._waiting = [
-                one
-                for one in self._waiting
-                if one.namespace != namespace or one.find(text_digest, token_ids) is None
-            ]
-            self._kept.forget(namespace, text_digest, token_ids.tolist())
+        self._kept.forget(namespace, text_digest, token_ids)
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        _log.warning("what a prompt left is not kept on disk: %s", error)
 
 
 def _described(

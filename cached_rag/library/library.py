@@ -18,11 +18,11 @@ import torch
 from cached_rag.config import StoreConfig
 from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.catalog import Catalog, ChunkRecord, Maker
+from cached_rag.kv.catalog import CATALOG, Catalog, ChunkRecord, Maker
 from cached_rag.kv.database import BRIEFLY_S, IN_MEMORY, PATIENCE_S
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.entries import until_when
-from cached_rag.kv.holdings import CATALOG, Removals
+from cached_rag.kv.holdings import Removals
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.matching import ChunkTable, EncodedAfter

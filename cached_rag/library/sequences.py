@@ -124,6 +124,10 @@ class PromptKV:
         return min(places, default=None)
 
 
+# Whether the first prompt can serve all prompts that the second one can.
+Supersedes = Callable[[PromptKV, PromptKV], bool]
+
+
 class Disk(Protocol):
     """What is kept beyond memory; `PromptArchive` implements it."""
 
@@ -135,11 +139,14 @@ class Disk(Protocol):
     ) -> PromptKV | None:
         """That of which more than `least` tokens are usable, and most, with its KV; or None."""
 
-    def offer(self, prompt: PromptKV, supersedes: Callable[[PromptKV], bool]) -> None:
-        """Write one, in place of those that it can stand for."""
+    def offer(self, prompt: PromptKV, supersedes: Supersedes) -> None:
+        """Write one later, in place of those that it can stand for."""
 
-    def forget(self, namespace: str, text_digest: str, token_ids: Ids) -> None:
-        """Delete those with a text."""
+    def finish(self, prompts: Sequence[PromptKV], supersedes: Supersedes, deadline: float) -> None:
+        """Write these until then, the last one first, and nothing else later."""
+
+    def withdraw(self, namespace: str, text_digest: str, token_ids: Ids) -> None:
+        """Write none of those that wait and have a text."""
 
 
 class Sequences:
@@ -275,18 +282,14 @@ class Sequences:
             goes_on = any(_goes_on(kept, one) for one in self._kept)
             self._kept = [one for one in self._kept if not _has_all(kept, one)] + [kept]
             self._make_room(kept)
-        if goes_on:
-            self._write(kept)
+        if goes_on and self._disk is not None:
+            self._disk.offer(kept, _has_all)
 
-    def _write(self, kept: PromptKV) -> None:
+    def close(self, deadline: float) -> None:
+        """Have all that is kept written to disk, but what was brought; see `Disk.finish`."""
         if self._disk is not None:
-            self._disk.offer(kept, lambda one: _has_all(kept, one))
-
-    def close(self) -> None:
-        """Have all that is kept written to disk; what goes on and what was brought is there."""
-        for one in list(self._kept):
-            if one not in self._brought:
-                self._write(one)
+            own = [one for one in self._kept if one not in self._brought]
+            self._disk.finish(own, _has_all, deadline)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a prompt may be kept; the first one that is too large is logged."""
@@ -346,6 +349,8 @@ class Sequences:
     def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
         """Drop the KV of a text, and of all that stood behind it, which depends on it.
 
+        What is on disk of it stays there.
+
         Args:
             token_ids: tokens that every prompt with this text contains; empty if only the digest
                 is to be looked for.
@@ -363,7 +368,7 @@ class Sequences:
                 if rest.runs and is_worth(len(rest.ids), rest.chunks):
                     self._kept.insert(0, rest)
         if self._disk is not None:
-            self._disk.forget(namespace, text_digest, wanted)
+            self._disk.withdraw(namespace, text_digest, wanted)
 
 
 def is_worth(length: int, chunks: Iterable[tuple[str, int]]) -> bool:

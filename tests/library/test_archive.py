@@ -6,6 +6,7 @@ import sqlite3
 import stat
 from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from tiny_architectures import write_architecture
 
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
+from cached_rag.errors import StoreError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.holdings import FOLDER, drop, forget, unused
 from cached_rag.kv.kept import KeptPrompt, KeptPrompts, least_worth
+from cached_rag.library import archive
 from cached_rag.library.sequences import PromptKV
 
 HEAD = "You answer questions about the documents below, briefly and exactly, in one sentence each."
@@ -148,7 +151,7 @@ def test_a_text_that_is_forgotten_goes_from_it(how, tmp_path):
         with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
             engine.forget([CHUNKS[0]])
     (left,) = kept(tmp_path)
-    assert not left.has("", tiny_model("llama").tokenizer(CHUNKS[0])["input_ids"][2:-2])
+    assert not left.has("", ids_of(CHUNKS[0]))
     assert 0 < len(files(tmp_path)) < before
     names = {path.name.partition(".")[0] for path in files(tmp_path)}
     assert names == {*left.pieces, *left.states}
@@ -164,6 +167,111 @@ def test_a_text_that_is_forgotten_before_it_is_written_is_not(tmp_path):
             engine.forget(CHUNKS[:1])
         archive._writing.drain()
     assert [one for one in kept(tmp_path) if len(one.ids) > 100] == []
+
+
+def ids_of(text):
+    return tiny_model("llama").tokenizer(text)["input_ids"][2:-2]
+
+
+def test_what_others_forgot_is_not_written_afterwards(tmp_path):
+    def has(text):
+        return sum(one.has("", ids_of(text)) for one in kept(tmp_path))
+
+    other = ask(CHUNKS[2], system=HEAD)
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        engine.encode(CHUNKS)
+        for prompt in (FIRST, other):
+            first = engine.generate(prompt, **OPTIONS)
+        running = engine.stream(later_turn(first, other), **OPTIONS)
+        next(iter(running))
+        forget(tmp_path, CHUNKS[2:])
+        running.result()
+        engine._resources.archive._writing.drain()
+        assert kept(tmp_path) == []
+        engine.generate(FIRST, **OPTIONS)
+        forget(tmp_path, CHUNKS[:1])  # and no question follows
+    assert kept(tmp_path) == []
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:  # control
+        engine.encode(CHUNKS)
+        engine.generate(FIRST, **OPTIONS)
+    assert has(CHUNKS[0])
+
+
+def test_a_text_that_is_forgotten_while_it_is_written_is_not_kept(tmp_path, monkeypatch):
+    def forgotten_meanwhile(prompts, new):
+        forget(tmp_path, CHUNKS[:1])  # just before the row is written
+        tell(prompts, new)
+
+    tell = KeptPrompts.tell
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        engine.encode(CHUNKS)
+        engine.generate(FIRST, **OPTIONS)
+        monkeypatch.setattr(KeptPrompts, "tell", forgotten_meanwhile)
+    assert kept(tmp_path) == []
+    assert files(tmp_path) == []
+
+
+def test_a_tenant_who_comes_back_has_nothing_of_what_others_forgot(tmp_path):
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        for forgotten in ([], CHUNKS[:1]):
+            with engine.tenant("a") as tenant:
+                tenant.encode(CHUNKS)
+                tenant.generate(FIRST, **OPTIONS)
+            with Engine(tiny_model("llama"), on_disk(tmp_path, namespace="a")) as other:
+                other.forget(forgotten)
+            with engine.tenant("a") as tenant:
+                reused = tenant.generate(FIRST, **OPTIONS).report.kept_tokens
+            assert (reused > 100) == (not forgotten)
+
+
+def test_what_waits_to_be_written_takes_no_memory_beyond_the_bound(tmp_path):
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        archive = busy = engine._resources.archive
+        engine._resources.activity.begin(busy)
+        first = engine.generate(FIRST, **OPTIONS)
+        engine.generate(later_turn(first), **OPTIONS)
+        assert len(archive._waiting) == 1
+        engine.sequences.clear()
+        assert len(archive._waiting) == 0
+        engine._resources.activity.end(busy)
+        archive._writing.drain()
+        assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("written", [1, 3])
+def test_what_was_used_last_is_written_first_when_the_time_is_short(
+    written, tmp_path, monkeypatch, caplog
+):
+    now = iter([0] * (1 + written))
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        engine._resources.archive._writing._capacity = 2
+        for number in range(3):
+            engine.generate(ask(shuffled(number), system=f"{number}. {HEAD}"), **OPTIONS)
+        asked = [tuple(one.ids.tolist()) for one in engine.sequences._kept]
+        assert len(asked) == 3
+        clock = SimpleNamespace(monotonic=lambda: next(now, 100))
+        monkeypatch.setattr(archive, "time", clock)
+        engine.sequences.close(1)
+        monkeypatch.undo()
+        assert [one.ids for one in kept(tmp_path)] == asked[3 - written :]
+        assert ("2 of the prompts" in caplog.text) == (written == 1)
+        engine.sequences.clear()
+
+
+def test_a_table_that_cannot_be_used_keeps_no_forgotten_text_in_use(tmp_path):
+    prompts = [ask(CHUNKS[at], CHUNKS[1], system=HEAD) for at in (0, 2)]
+    with Engine(tiny_model("llama"), on_disk(tmp_path, write_back=False)) as engine:
+        engine.encode(CHUNKS)
+        for prompt in prompts:
+            engine.generate(prompt, method="full", **OPTIONS)
+        for path in (tmp_path / FOLDER).glob("prompts.sqlite*"):
+            path.write_bytes(b"no table" * 1000)
+        with pytest.raises(StoreError, match="not a usable index"):
+            forget(tmp_path, [CHUNKS[0], CHUNKS[2]])
+        for prompt in prompts:
+            assert not engine.generate(prompt, method="prefix", **OPTIONS).report.kept_tokens
+        with pytest.raises(StoreError, match="not a usable index"):
+            engine.forget([CHUNKS[1]])
 
 
 @pytest.mark.parametrize("how", ["forget", "prune"])
@@ -192,19 +300,6 @@ def test_what_prompts_left_goes_with_the_kv_of_a_model(tmp_path):
     for holding in unused(tmp_path, "llama", ["float32"]):
         drop(tmp_path, holding)
     assert {one.model for one in kept(tmp_path)} == {tiny_model("llama").fingerprint}
-
-
-def test_a_tenant_who_comes_back_has_nothing_of_what_others_forgot(tmp_path):
-    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
-        for forgotten in ([], CHUNKS[:1]):
-            with engine.tenant("a") as tenant:
-                tenant.encode(CHUNKS)
-                tenant.generate(FIRST, **OPTIONS)
-            with Engine(tiny_model("llama"), on_disk(tmp_path, namespace="a")) as other:
-                other.forget(forgotten)
-            with engine.tenant("a") as tenant:
-                reused = tenant.generate(FIRST, **OPTIONS).report.kept_tokens
-            assert (reused > 100) == (not forgotten)
 
 
 def test_damage_is_computed_anew_and_said(tmp_path, caplog):
