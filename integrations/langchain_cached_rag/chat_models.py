@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 
@@ -94,7 +94,7 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):  # type: ignore[misc]  # nam
     def _streamed(self, asked: Any, stop: Stop, options: dict[str, Any]) -> Pieces:
         stream, tools = self._start(asked, stop, options)
         growing = GrowingChunks(tools)
-        return stream, growing.push, partial(self._last_chunk, stream, growing, options)
+        return stream, growing.push, partial(self._rest, stream, growing, options)
 
     def _generate(
         self, messages: Messages, stop: Stop = None, run_manager: Run = None, **kwargs: Any
@@ -140,14 +140,15 @@ class ChatCachedRAG(EngineSettings, BaseChatModel):  # type: ignore[misc]  # nam
         counts = {name: sum(output["token_usage"][name] for output in told) for name in names}
         return {"model_name": told[0]["model_name"], "token_usage": counts}
 
-    def _last_chunk(
+    def _rest(
         self, stream: Stream, growing: GrowingChunks, options: dict[str, Any]
-    ) -> ChatGenerationChunk:
-        message, has_calls = growing.end()
-        about = self._about(stream, options.get("model"), has_calls=has_calls)
-        message.response_metadata, message.usage_metadata = about, usage(stream.report)
+    ) -> Iterator[ChatGenerationChunk]:
+        yield from growing.end()
+        about = self._about(stream, options.get("model"), has_calls=growing.has_calls)
+        told: Any = {"response_metadata": about, "usage_metadata": usage(stream.report)}
+        message = AIMessageChunk(content="", chunk_position="last", **told)
         info = {"finish_reason": about["finish_reason"]}
-        return ChatGenerationChunk(message=message, generation_info=info)
+        yield ChatGenerationChunk(message=message, generation_info=info)
 
     def _prompt(self, value: Any) -> Prompt:
         return plain(value.to_messages())

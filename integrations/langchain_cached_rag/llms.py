@@ -66,7 +66,9 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
     def _settled(self, options: dict[str, Any]) -> tuple[CachedRAGLLM, dict[str, Any]]:
         """This model with a call's settings as its own, and what is left of them."""
         options = call_options(options)
-        own = {n: v for n, v in options.items() if n in GENERATION_SETTINGS and n != "stop"}
+        named = [name for name in GENERATION_SETTINGS if name != "stop"]
+        config = self.answer_config({n: v for n, v in options.items() if n in named})
+        own: dict[str, Any] = {name: getattr(config, name) for name in named}
         rest = {name: value for name, value in options.items() if name not in own}
         model = rest.pop("model", None)
         if model is not None and model != self._model:
@@ -114,11 +116,11 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
     def _streamed(self, asked: Any, stop: Stop, options: dict[str, Any]) -> Pieces:
         stream = self._start(asked, stop, options)
         last = partial(self._last_chunk, stream, options)
-        return stream, lambda piece: GenerationChunk(text=piece), last
+        return stream, lambda piece: [GenerationChunk(text=piece)], last
 
-    def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> GenerationChunk:
+    def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> list[GenerationChunk]:
         info = self._about(stream, options.get("model")) | _usage(stream)
-        return GenerationChunk(text="", generation_info=info)
+        return [GenerationChunk(text="", generation_info=info)]
 
 
 def _usage(answer: Answer | Stream) -> dict[str, Any]:

@@ -27,9 +27,9 @@ from langchain_cached_rag.messages import Prompt, filled
 Stop = list[str] | None
 Run = CallbackManagerForLLMRun | None
 AsyncRun = AsyncCallbackManagerForLLMRun | None
-# An answer that comes in pieces; what makes a chunk of one, or None for nothing yet; and what makes
-# the last chunk, once the answer is over.
-Pieces = tuple[spi.Stream, Callable[[str], Any], Callable[[], Any]]
+# An answer that comes in pieces; what makes chunks of one; and what makes the last chunks, once the
+# answer is over.
+Pieces = tuple[spi.Stream, Callable[[str], Iterable[Any]], Callable[[], Iterable[Any]]]
 # What says where KV is kept, and nothing of answers; a hub's token does not, either.
 _SECRET = ("remote", "signing_key")
 
@@ -198,27 +198,28 @@ class EngineSettings(spi.FrameworkModel):
         self, asked: Any, stop: Stop = None, run_manager: Run = None, **kwargs: Any
     ) -> Iterator[Any]:
         with their_errors():
-            stream, chunk_of, last = self._streamed(asked, stop, kwargs)
+            stream, chunks_of, last = self._streamed(asked, stop, kwargs)
             with closing(stream):
                 for piece in stream:
-                    if chunk := chunk_of(piece):
+                    for chunk in chunks_of(piece):
                         if run_manager:
                             run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
-        yield last()
+        yield from last()
 
     async def _astream(
         self, asked: Any, stop: Stop = None, run_manager: AsyncRun = None, **kwargs: Any
     ) -> AsyncIterator[Any]:
         with their_errors():
-            stream, chunk_of, last = await asyncio.to_thread(self._streamed, asked, stop, kwargs)
+            stream, chunks_of, last = await asyncio.to_thread(self._streamed, asked, stop, kwargs)
             async with aclosing(stream.apieces()) as taken:
                 async for piece in taken:
-                    if chunk := chunk_of(piece):
+                    for chunk in chunks_of(piece):
                         if run_manager:
                             await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                         yield chunk
-        yield last()
+        for chunk in last():
+            yield chunk
 
     def _about(
         self, answer: spi.Stream | spi.Generation, model: str | None, *, has_calls: bool = False

@@ -6,12 +6,12 @@ Knows messages and schemas; knows no model.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall
-from langchain_core.messages.tool import ToolCall, ToolCallChunk
+from langchain_core.messages.tool import ToolCall, invalid_tool_call, tool_call, tool_call_chunk
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.output_parsers.transform import BaseCumulativeTransformOutputParser
@@ -71,14 +71,12 @@ def bound(
 
 
 def taken(engine: Engine, options: dict[str, Any]) -> Tools:
-    """The tools and the form among a call's options, which lose them.
+    """The tools and the form among a call's options, which lose them, and notes for traces.
 
     Raises:
         ValueError: a response format that is not known.
     """
-    given = {name: options.pop(name, None) for name in _OPTIONS}
-    for name in _NOTES:
-        options.pop(name, None)
+    given = {name: options.pop(name, None) for name in (*_OPTIONS, *_NOTES)}
     tools = given["tools"] or []
     parallel = given["parallel_tool_calls"]
     made = bound(tools, given["tool_choice"] if tools else None, parallel=parallel)
@@ -100,61 +98,61 @@ def as_calls(calls: Sequence[Call]) -> tuple[list[ToolCall], list[InvalidToolCal
     """The calls of an answer, and those that its end cut off."""
     good, bad = [], []
     for call in calls:
-        name, key = call.name, new_call_id()
+        known: Any = {"name": call.name, "id": new_call_id()}
         if call.is_complete:
-            arguments = json.loads(call.arguments)
-            good.append(ToolCall(name=name, args=arguments, id=key, type="tool_call"))
+            good.append(tool_call(args=json.loads(call.arguments), **known))
         else:
             error = "the answer ended before the call did; raise max_tokens"
-            kind: Literal["invalid_tool_call"] = "invalid_tool_call"
-            cut = InvalidToolCall(name=name, args=call.arguments, id=key, error=error, type=kind)
-            bad.append(cut)
+            bad.append(invalid_tool_call(args=call.arguments, error=error, **known))
     return good, bad
 
 
 class GrowingChunks:
-    """An answer that comes in pieces, as LangChain has it in chunks: its text, and its calls."""
+    """An answer that comes in pieces, as LangChain has it in chunks: its text, and its calls.
+
+    Each chunk has one of them: of one with text, and of the last one, LangChain's streams of events
+    take no call.
+    """
 
     def __init__(self, tools: Tools) -> None:
         self._tools, self._growing, self._text = tools, tools.growing(), ""
 
-    def push(self, piece: str) -> ChatGenerationChunk | None:
-        """What is new and certain: text, and parts of calls; None for nothing."""
+    def push(self, piece: str, *, is_over: bool = False) -> Iterator[ChatGenerationChunk]:
+        """What is new and certain: a thought, text, and parts of calls."""
         self._text += piece
-        said, parts = self._growing.push(piece)
-        thought = self._growing.new_thought
-        if not (said or parts or thought):
-            return None
-        return ChatGenerationChunk(message=_chunk(said, thought, parts))
+        said, parts = self._growing.push(piece, is_over=is_over)
+        if thought := self._growing.new_thought:
+            yield _chunk(additional_kwargs=as_reasoning(thought))
+        if said:
+            yield _chunk(content=said)
+        yield from map(_of_call, parts)
 
-    def end(self) -> tuple[AIMessageChunk, bool]:
-        """The rest, in which calls that were cut off are made invalid; whether any call is not."""
-        said, parts = self._growing.push("", is_over=True)
-        _, calls = self._tools.read(self._text)
-        parts += [_cut_off(at, call) for at, call in enumerate(calls) if not call.is_complete]
-        rest = _chunk(said, self._growing.new_thought, parts, chunk_position="last")
-        return rest, any(call.is_complete for call in calls)
+    def end(self) -> Iterator[ChatGenerationChunk]:
+        """The rest, in which calls that were cut off are made invalid."""
+        yield from self.push("", is_over=True)
+        for index, call in enumerate(self._calls()):
+            if not call.is_complete:
+                brackets = "]" * (call.arguments.count("[") + 1)
+                yield _of_call(CallPart(index, None, _CUT_OFF.format(brackets=brackets)))
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether any call is whole."""
+        return any(call.is_complete for call in self._calls())
+
+    def _calls(self) -> list[Call]:
+        return self._tools.read(self._text)[1]
 
 
-def _chunk(said: str, thought: str, parts: list[CallPart], **more: Any) -> AIMessageChunk:
-    more |= {"additional_kwargs": as_reasoning(thought)}
-    return AIMessageChunk(content=said, tool_call_chunks=[_as_chunk(p) for p in parts], **more)
+def _chunk(content: str = "", **more: Any) -> ChatGenerationChunk:
+    return ChatGenerationChunk(message=AIMessageChunk(content=content, **more))
 
 
-def _cut_off(index: int, call: Call) -> CallPart:
-    brackets = "]" * (call.arguments.count("[") + 1)
-    return CallPart(index, None, _CUT_OFF.format(brackets=brackets))
-
-
-def _as_chunk(part: CallPart) -> ToolCallChunk:
+def _of_call(part: CallPart) -> ChatGenerationChunk:
     """A part of a call in LangChain's words; a call's first part has its id."""
-    return ToolCallChunk(
-        name=part.name,
-        args=part.arguments,
-        id=None if part.name is None else new_call_id(),
-        index=part.index,
-        type="tool_call_chunk",
-    )
+    key = None if part.name is None else new_call_id()
+    told = tool_call_chunk(name=part.name, args=part.arguments, id=key, index=part.index)
+    return _chunk(tool_call_chunks=[told])
 
 
 def json_schema(schema: Any) -> dict[str, Any]:

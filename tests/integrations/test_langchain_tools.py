@@ -207,12 +207,29 @@ def test_a_call_may_be_cut_off_anywhere(llm):
     first = begin + "weather" + form.middle + '{"city": "Rome"}' + form.end
     for end in range(len(whole)):
         growing = GrowingChunks(tools)
-        growing.push(first + form.separator + form.begin + "Note" + form.middle + whole[:end])
-        rest, is_called = growing.end()
-        (tail,) = rest.tool_call_chunks
-        assert is_called
+        list(growing.push(first + form.separator + form.begin + "Note" + form.middle + whole[:end]))
+        *_, last = growing.end()
+        (tail,) = last.message.tool_call_chunks
+        assert growing.has_calls
         assert tail["index"] == 1
         assert not isinstance(parse_partial_json(whole[:end] + tail["args"]), dict)
+
+
+def test_every_part_of_a_call_is_where_streams_of_events_read_it(llm):
+    """They read `content_blocks`, which has no call beside text, and none in the last chunk."""
+    bound = llm.bind_tools([Note], tool_choice="Note", parallel_tool_calls=False)
+    *_, last = bound.bind(max_tokens=40).stream("Who?")
+    assert last.chunk_position == "last"
+    assert last.tool_call_chunks == []
+    tools = Tools(llm.engine.tokenization, llm.bind_tools([Note]).kwargs["tools"])
+    form = tools.tokenization.template.call_form
+    call = form.opening + form.begin + "Note" + form.middle + '{"text": "a'
+    growing = GrowingChunks(tools)
+    chunks = [*growing.push(f"Wait. {call}"), *growing.end()]
+    shown = [block for chunk in chunks for block in chunk.message.content_blocks]
+    assert "".join(block.get("text", "") for block in shown).strip() == "Wait."
+    arguments = "".join(b["args"] for b in shown if b["type"] == "tool_call_chunk")
+    assert arguments.startswith('{"text": "a (cut off)')
 
 
 def test_any_object_in_json_mode(llm):
