@@ -30,7 +30,7 @@ from pydantic import (
 from cached_rag.backends.prompt_text import Message, Rendered
 from cached_rag.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import ConfigError, ContextOverflowError, StoreFullError
+from cached_rag.errors import ConfigError, ContextOverflowError, StoreError
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.options import parted, settings_of, unknown_settings
@@ -143,10 +143,18 @@ class FrameworkModel(_Fields):
         unknown = given.keys() - known.keys() - {one.alias for one in known.values()}
         if unknown:
             raise ConfigError(unknown_settings(sorted(unknown), known))
+        for name, one in known.items():
+            if one.alias in given and name in given:
+                raise ConfigError(f"{name} and {one.alias} are one setting; give one of them")
         super().__init__(**_of_the_tenant(given))
         self.answer_config({})
         self._loaded_with()
         self._check_given()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As pydantic's, with the namespace of an engine that is given now."""
+        for one, held in _of_the_tenant({name: value}).items():
+            super().__setattr__(one, held)
 
     def model_post_init(self, context: Any, /) -> None:
         """Hold what others with the same settings have loaded.
@@ -160,7 +168,8 @@ class FrameworkModel(_Fields):
     def _hide(self, value: Any) -> Any:
         """What is saved has no secret."""
         if isinstance(value, Mapping):
-            return {name: _HIDDEN if name == "token" else one for name, one in value.items()}
+            told = value.get("token")  # which may be False, for none
+            return {**value, "token": _HIDDEN} if isinstance(told, str) else dict(value)
         is_key = isinstance(value, SecretStr)
         return _HIDDEN if is_key or any(mark in (value or "") for mark in "@?") else value
 
@@ -234,7 +243,7 @@ class FrameworkModel(_Fields):
     def engine_key(self) -> tuple[object, ...]:
         """Models with the same key have the same engine."""
         if self.engine is not None:
-            return (id(self.engine),)
+            return (id(_inner(self.engine)),)
         return (self._named, *self._loading)
 
     @property
@@ -352,10 +361,15 @@ class FrameworkModel(_Fields):
 
 def _of_the_tenant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings with the namespace of an engine among them: with another model it is the same."""
-    engine = settings.get("engine")
+    engine = _inner(settings.get("engine"))
     if not isinstance(engine, Engine) or settings.get("namespace"):
         return settings
     return {**settings, "namespace": engine.library.namespace}
+
+
+def _inner(given: Any) -> Any:
+    """An engine, or an index's; the index itself while it has none, which is then no tenant's."""
+    return given.loaded or given if isinstance(given, CachedRAG) else given
 
 
 def call_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -391,7 +405,7 @@ class Learner:
             raise ConfigError(f"prompt is a PromptTemplate, or another template, not {prompt!r}")
 
     def learn(self, texts: Sequence[str], sources: Sequence[Hashable] | None = None) -> None:
-        """Do that. What no tokenizer takes, exceeds the context or finds no room is only logged.
+        """Do that. What no tokenizer takes, exceeds the context or no store takes is only logged.
 
         A framework's store has them by then, so one such text must not keep the others from KV.
 
@@ -428,7 +442,7 @@ class Learner:
             middle = len(texts) // 2
             self._encode(texts[:middle])
             self._encode(texts[middle:])
-        except StoreFullError as error:
+        except StoreError as error:
             _log.warning("documents stay without KV until an answer has used them: %s", error)
             self.llm.register(t for one in texts for t in ([one] if isinstance(one, str) else one))
 
@@ -468,8 +482,14 @@ def template_head(
         raise ConfigError(f"the prompt has no variable {variable!r}; it has {sorted(marks)}")
     prompt, before = fill(marks), marks[variable]
     if isinstance(prompt, str):
-        head: str | Rendered = prompt[: prompt.index(before)]
-        text = str(head)
+        text, found, _ = prompt.partition(before)
+        if not found:
+            raise ConfigError(
+                f"the prompt does not show {{{variable}}} as it is, as where a template or a "
+                "function alters it, so documents cannot be encoded as it will show them; leave "
+                "the prompt out, or the variable unaltered"
+            )
+        head: str | Rendered = text
     else:
         head = engine.head(prompt, before)
         text = head.text

@@ -161,6 +161,7 @@ class IndexFolder:
     Attributes:
         store: how the KV is kept.
         settings: the index's, or those that were asked for; see `agree`.
+        loaded: the engine that was given, or has been loaded; None before that.
     """
 
     def __init__(
@@ -181,7 +182,8 @@ class IndexFolder:
         self.path, self.store = path, store
         self.index = DocumentIndex(path / "documents.sqlite")
         self._asked, self._engine_options = dict(asked), dict(engine_options)
-        self._engine, self._owns_engine, self._embedder = engine, engine is None, embedder
+        self.loaded: Engine | None = engine
+        self._owns_engine, self._embedder = engine is None, embedder
         self._has_same_vectors = False
         self._remote: RemoteTier | None = None
         if store.remote is not None:
@@ -206,8 +208,8 @@ class IndexFolder:
         An engine that was given stays open.
         """
         self.index.close()
-        if self._engine is not None and self._owns_engine:
-            self._engine.close()
+        if self.loaded is not None and self._owns_engine:
+            self.loaded.close()
         if self._remote is not None:
             self._remote.close(0)
 
@@ -221,13 +223,13 @@ class IndexFolder:
         from cached_rag.engine.engine import Engine  # with all that runs models
 
         with self._is_loading:
-            if self._engine is None:
+            if self.loaded is None:
                 self.agree()
                 store = replace(self.store, codec=self.settings["codec"])
                 model = self.settings["model"]
-                self._engine = Engine.load(model, store=store, **self.load_options())
+                self.loaded = Engine.load(model, store=store, **self.load_options())
                 self._asked = self.settings  # from now on no others will do
-            return self._engine
+            return self.loaded
 
     @property
     def embedder(self) -> Embeddings:
@@ -263,7 +265,7 @@ class IndexFolder:
 
         Loads no model. A remote store, and an engine of somebody's own, have to be asked instead.
         """
-        if self._engine is not None or self._remote is not None or self._replaced():
+        if self.loaded is not None or self._remote is not None or self._replaced():
             return None
         from cached_rag.library.matching import ANCHOR  # with PyTorch, which `list` needs not
 
@@ -275,7 +277,7 @@ class IndexFolder:
         """Delete the KV of texts, by whatever model and in whatever codec; says how many went."""
         if not texts:
             return 0
-        gone = 0 if self._engine is None else self._engine.forget(texts)
+        gone = 0 if self.loaded is None else self.loaded.forget(texts)
         gone += forget(self.path / "kv", texts, self._remote)
         self.index.forgotten(texts)
         return gone
@@ -283,8 +285,8 @@ class IndexFolder:
     def hold(self, texts: Sequence[str], *, pinned: bool | None, ttl_seconds: float | None) -> int:
         """Say how long KV of texts is kept, by whatever model; see `Engine.hold`."""
         count, until = 0, until_when(ttl_seconds)
-        if self._engine is not None:  # its KV may be elsewhere
-            count = self._engine.hold(texts, pinned=pinned, ttl_seconds=ttl_seconds)
+        if self.loaded is not None:  # its KV may be elsewhere
+            count = self.loaded.hold(texts, pinned=pinned, ttl_seconds=ttl_seconds)
         return max(count, hold(self.path / "kv", texts, pinned=pinned, until=until))
 
     def forget_later(self, texts: Sequence[str]) -> None:

@@ -147,6 +147,11 @@ class CachedRAG:
         return self._folder.engine
 
     @property
+    def loaded(self) -> Engine | None:
+        """The engine, if it was given or is loaded already."""
+        return self._folder.loaded
+
+    @property
     def embedder(self) -> Embeddings:
         """The embedding model, loaded on first use; the index has its vectors from then on."""
         return self._folder.embedder

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import AIMessage, ChatMessage, HumanMessage, ToolCall, ToolMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.messages.base import BaseMessage, BaseMessageChunk
+from langchain_core.messages.base import BaseMessage
 from langchain_core.messages.utils import convert_to_messages, message_chunk_to_message
-from langchain_core.outputs import ChatGeneration, LLMResult
+from langchain_core.outputs import LLMResult
 from langchain_core.prompt_values import ChatPromptValue, PromptValue, StringPromptValue
 from langchain_core.prompts import BasePromptTemplate, ChatPromptTemplate, MessagesPlaceholder
 from pydantic import ConfigDict, Field
@@ -29,6 +29,8 @@ _ROLES = {
     **{"tool": "tool", "function": "tool"},
 }
 
+_MEDIA = ("image", "image_url", "input_image", "audio", "input_audio", "video", "file", "media")
+
 
 def plain(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """Messages in OpenAI's form; text blocks are joined as LangChain joins them.
@@ -36,11 +38,7 @@ def plain(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     Raises:
         ValueError: content that is no text, or a message of an unknown kind.
     """
-    whole = [
-        message_chunk_to_message(message) if isinstance(message, BaseMessageChunk) else message
-        for message in messages
-    ]
-    return [_plain(message) for message in whole]
+    return [_plain(message_chunk_to_message(message)) for message in messages]
 
 
 def as_reasoning(thought: str) -> dict[str, str]:
@@ -91,15 +89,11 @@ def handed_over(messages: Sequence[BaseMessage]) -> list[str]:
 
 def usage(report: Report) -> UsageMetadata:
     """Token counts; `cache_creation` are tokens that were computed and are now being kept."""
-    read = report.cached_tokens
-    details = InputTokenDetails(
-        cache_read=read, cache_creation=min(report.missed_tokens, report.prompt_tokens - read)
-    )
+    read, asked, made = report.cached_tokens, report.prompt_tokens, report.output_tokens
+    kept = min(report.missed_tokens, asked - read)
+    told = InputTokenDetails(cache_read=read, cache_creation=kept)
     return UsageMetadata(
-        input_tokens=report.prompt_tokens,
-        output_tokens=report.output_tokens,
-        total_tokens=report.prompt_tokens + report.output_tokens,
-        input_token_details=details,
+        input_tokens=asked, output_tokens=made, total_tokens=asked + made, input_token_details=told
     )
 
 
@@ -125,15 +119,15 @@ def _content(message: BaseMessage) -> str:
 def _texts(message: BaseMessage) -> Iterator[str]:
     """The text blocks, but for those without a text, which LangChain's own `text` leaves out, too.
 
-    A model's own message may hold more: what it thought has a place of its own.
+    A model's own message may hold more: what it thought, and its calls, have places of their own.
     """
     for block in message.content:
         kind, text = ("text", block) if isinstance(block, str) else map(block.get, ("type", "text"))
         if kind in ("text", "text-plain") and text is not None:
             yield str(text)
-        elif kind != "text" and not isinstance(message, AIMessage):
+        elif kind in _MEDIA or (kind != "text" and not isinstance(message, AIMessage)):
             raise ValueError(
-                f"a {message.type} message holds a content block of type {kind!r}, and the model "
+                f"a message of type {message.type!r} holds a block of type {kind!r}, and the model "
                 "reads text only; take it out, or turn it into text first"
             )
 
@@ -210,16 +204,13 @@ class CacheReportHandler(BaseCallbackHandler):
 
     def on_llm_end(self, response: LLMResult, **_: Any) -> None:
         """Take the reports out of a result; other models have none."""
-        for generations in response.generations:
-            for generation in generations:
-                if isinstance(generation, ChatGeneration):
-                    about: dict[str, Any] = generation.message.response_metadata
-                else:
-                    about = generation.generation_info or {}
-                # What a response cache answers was reported when it was computed.
-                usage = getattr(getattr(generation, "message", None), "usage_metadata", None) or {}
-                if "cached_rag" in about and "total_cost" not in usage:
-                    report = Report(**about["cached_rag"])
-                    self.reports.append(report)
-                    if self._prints:
-                        print(f"{report.to_line()}\n", end="", file=sys.stderr)
+        for generation in chain.from_iterable(response.generations):
+            message = getattr(generation, "message", None)
+            about = getattr(message, "response_metadata", generation.generation_info) or {}
+            # What a response cache answers was reported when it was computed.
+            usage = getattr(message, "usage_metadata", None) or {}
+            if "cached_rag" in about and "total_cost" not in usage:
+                report = Report(**about["cached_rag"])
+                self.reports.append(report)
+                if self._prints:
+                    print(f"{report.to_line()}\n", end="", file=sys.stderr)

@@ -10,7 +10,7 @@ from langchain_cached_rag import CachedRAGLLM as StringModel
 from langchain_cached_rag import ChatCachedRAG
 from llama_index.llms.cached_rag import CachedRAGLLM
 
-from cached_rag import ConfigError, Engine
+from cached_rag import CachedRAG, ConfigError, Engine
 from cached_rag.spi import (
     CALL_SETTINGS,
     GENERATION_SETTINGS,
@@ -58,6 +58,25 @@ def test_copies_share_an_engine_that_was_given(engine):
         Plain(engine=engine, name="other", codec="int8")
     assert pickle.loads(pickle.dumps(llm)).engine is None
     assert new_call_id() != new_call_id()
+
+
+def test_an_index_is_of_the_tenant_of_its_engine(engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "cached_rag.engine.engine.load_backend", lambda *_, **__: tiny_model("llama")
+    )
+    bob = engine.tenant("bob")
+    assigned = ChatCachedRAG(model="llama", max_tokens=2)
+    assigned.engine = bob
+    with CachedRAG.open(tmp_path, engine=bob) as rag:
+        for llm in (assigned, ChatCachedRAG(engine=rag), CachedRAGLLM(engine=rag)):
+            assert llm.loaded_engine("other").library.namespace == "bob"
+            assert llm.model_dump()["namespace"] == "bob"
+            assert llm.engine_key == ChatCachedRAG(engine=bob).engine_key
+    assigned.engine = None
+    assert assigned.loaded_engine().library.namespace == "bob"
+    with CachedRAG.open(tmp_path / "new", "no-such-model") as unloaded:
+        assert ChatCachedRAG(engine=unloaded).loaded_engine("other").library.namespace == ""
+        assert unloaded.loaded is None
 
 
 def test_texts_are_held_and_forgotten(engine):

@@ -131,9 +131,10 @@ def test_a_streamed_answer_can_be_part_of_the_next_prompt(llm):
 
 
 def test_what_the_model_cannot_read_is_refused(llm):
-    image = HumanMessage([{"type": "image", "base64": "aaaa", "mime_type": "image/png"}])
-    with pytest.raises(ValueError, match=r"of type 'image'.*reads text only"):
-        llm.invoke([image])
+    image = {"type": "image", "base64": "aaaa", "mime_type": "image/png"}
+    for message in (HumanMessage([image]), AIMessage([image])):
+        with pytest.raises(ValueError, match=r"of type 'image'.*reads text only"):
+            llm.invoke([HumanMessage("Why?"), message, HumanMessage("Why?")])
 
 
 def test_text_blocks_hand_modules_over(llm):
@@ -228,6 +229,8 @@ def test_bad_settings_are_refused_when_made():
         ChatCachedRAG(temperature=-1)
     with pytest.raises(ValidationError, match="engine"):
         ChatCachedRAG(engine="smollm2")
+    with pytest.raises(ConfigError, match="model_name and model are one setting"):
+        ChatCachedRAG(model="a", model_name="b")
     ChatCachedRAG(api_key="k", timeout=3, max_retries=2)  # applications pass these to any model
 
 

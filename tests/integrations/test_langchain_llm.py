@@ -11,7 +11,7 @@ from langchain_cached_rag import CachedRAGLLM
 from langchain_core.caches import InMemoryCache
 from langchain_core.prompts import PromptTemplate
 
-from cached_rag import Engine, Grammar
+from cached_rag import ConfigError, Engine, Grammar
 
 PROMPTS = [f"{chunk}\n\nQ: why?\nA:" for chunk in CHUNKS * 2]
 TEMPLATE = PromptTemplate.from_template("Read this.\n\n{context}\n\nQ: {question}\nA:")
@@ -97,6 +97,19 @@ def test_options_that_change_nothing_are_passed_over(llm, is_async):
     assert len(llm.cache._cache) == 1
 
 
+@pytest.mark.parametrize(
+    ("own", "asked"),
+    [
+        ({"quality": "exact"}, {"method": "full"}),
+        ({"recompute_ratio": 0.3}, {"method": "full"}),
+        ({"method": "reuse"}, {"quality": "exact"}),
+    ],
+)
+def test_a_call_takes_the_place_of_what_it_excludes(llm, own, asked):
+    llm = llm.model_copy(update=own)
+    assert llm.invoke("Why?", **asked) == "".join(llm.stream("Why?", **asked))
+
+
 def test_a_result_carries_usage_and_report(llm):
     llm.encode(CHUNKS)
     result = llm.generate(PROMPTS[:2])
@@ -131,3 +144,6 @@ def test_a_prompt_without_a_common_head_is_refused(llm):
     turned = PromptTemplate.from_template("Q: {question}\n\n{context}\nA:")
     with pytest.raises(ValueError, match=r"\{question\} stands before \{context\}"):
         llm.encode(CHUNKS, prompt=turned)
+    altered = PromptTemplate.from_template("Read: {context:.9} {question}")
+    with pytest.raises(ConfigError, match=r"does not show \{context\} as it is"):
+        llm.encode(CHUNKS, prompt=altered)

@@ -107,7 +107,7 @@ def test_what_a_filter_deletes_is_forgotten_where_the_store_can_name_it(llm, kin
     index = make_index(store)
     store.delete_nodes(filters=some(one("kind", "metal")))
     assert set(pages(index.as_retriever(similarity_top_k=3).retrieve("Why?"))) == {0, 2}
-    is_kept = "SimpleVectorStore cannot say which nodes filters meet" in caplog.text
+    is_kept = "SimpleVectorStore cannot say which nodes it deletes" in caplog.text
     assert [has_kv(llm, module_text(node)) for node in nodes()] == [True, is_kept, True]
     assert is_kept is (kind == "simple")
 
@@ -133,5 +133,5 @@ def test_asynchronously_too_a_store_that_cannot_name_nodes_keeps_their_kv(llm, c
     index = make_index(store)
     asyncio.run(store.adelete_nodes(filters=some(one("kind", "metal"))))
     assert set(pages(index.as_retriever(similarity_top_k=3).retrieve("Why?"))) == {0, 2}
-    assert "SimpleVectorStore cannot say which nodes filters meet" in caplog.text
+    assert "SimpleVectorStore cannot say which nodes it deletes" in caplog.text
     assert has_kv(llm, module_text(nodes()[1]))

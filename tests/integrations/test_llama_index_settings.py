@@ -146,6 +146,11 @@ def test_saved_settings_never_have_a_secret(name, value):
         CachedRAGLLM.from_json(saved)
     back = CachedRAGLLM.from_dict(json.loads(saved), **{name: value})
     assert getattr(back, name) == getattr(llm, name)
-    for open_ in ({"remote": "redis://store:6379"}, {"model_kwargs": {"subfolder": "a"}}):
+    for open_ in (
+        {"remote": "redis://store:6379"},
+        {"model_kwargs": {"subfolder": "a"}},
+        {"model_kwargs": {"token": False}},
+        {"model_kwargs": {"token": None}},
+    ):
         assert CachedRAGLLM.from_json(CachedRAGLLM(model="a", **open_).to_json())
     assert CachedRAGLLM.from_json(CachedRAGLLM(model="a").to_json()).signing_key is None

@@ -170,6 +170,16 @@ def test_a_store_without_room_keeps_no_node_from_being_found(caplog, tmp_path):
         assert engine.library.table.get(module_text(nodes()[0])) is not None
 
 
+def test_a_store_that_cannot_be_used_keeps_no_node_from_being_found(caplog, tmp_path):
+    (tmp_path / "catalog.sqlite").write_text("no database, but text that is long enough " * 9)
+    with Engine(tiny_model("llama"), StoreConfig(str(tmp_path))) as engine:
+        index = make_index(CachedRAGLLM(engine=engine))
+        index.insert_nodes(nodes())
+        assert len(index.as_retriever(similarity_top_k=9).retrieve("Who?")) == len(nodes())
+        assert "stay without KV until an answer has used them" in caplog.text
+        assert engine.library.table.get(module_text(nodes()[0])) is not None
+
+
 def test_an_index_can_be_changed_asynchronously_and_by_node(llm, caplog):
     async def main():
         index = make_index(llm)
@@ -184,8 +194,13 @@ def test_an_index_can_be_changed_asynchronously_and_by_node(llm, caplog):
     assert not has_kv(llm, module_text(nodes()[1]))
     page = MetadataFilters(filters=[MetadataFilter(key="page", value=2)])
     index.vector_store.delete_nodes(filters=page)
-    assert "SimpleVectorStore cannot say which nodes filters meet" in caplog.text
+    assert "SimpleVectorStore cannot say which nodes it deletes" in caplog.text
     assert has_kv(llm, module_text(nodes()[2]))
+    for delete in (index.vector_store.delete_nodes, index.vector_store.adelete_nodes):
+        caplog.clear()
+        made = delete()  # of all, by this store
+        asyncio.run(made) if made is not None else None
+        assert "their KV is kept until clear()" in caplog.text
     index.vector_store.clear()
     assert not has_kv(llm, CHUNKS[0])
 

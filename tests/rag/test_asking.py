@@ -319,7 +319,7 @@ def test_numbers_out_of_range_are_refused(rag, way, bad):
 def test_a_search_loads_no_language_model(rag, tmp_path):
     with CachedRAG.open(tmp_path / "index", embedding=WordEmbedding()) as other:
         assert other.search(QUESTION, 2) == rag.search(QUESTION, 2)
-        assert other._folder._engine is None
+        assert other.loaded is None
 
 
 def test_a_question_about_something_else_says_so(rag):

@@ -135,8 +135,9 @@ class CachedVectorStore(BasePydanticVectorStore):
     ) -> None:
         """Delete nodes and their KV.
 
-        With filters, KV goes only if the store inside can say which nodes they meet; else it stays
-        until others need its room, and a warning says so.
+        With filters, KV goes only if the store inside can say which nodes they meet, and with
+        neither ids nor filters, stores differ in what they delete. KV of nodes that are not known
+        stays until others need its room, and a warning says so.
         """
         gone = self._ids(node_ids, filters)
         self.vector_store.delete_nodes(node_ids, filters, **delete_kwargs)
@@ -165,7 +166,7 @@ class CachedVectorStore(BasePydanticVectorStore):
 
     def _ids(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
         if filters is None:
-            return node_ids or []
+            return self._unnamed() if node_ids is None else node_ids
         try:
             return [node.node_id for node in self.get_nodes(node_ids, filters)]
         except NotImplementedError:
@@ -173,7 +174,7 @@ class CachedVectorStore(BasePydanticVectorStore):
 
     async def _aids(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
         if filters is None:
-            return node_ids or []
+            return self._unnamed() if node_ids is None else node_ids
         try:
             return [node.node_id for node in await self.aget_nodes(node_ids, filters)]
         except NotImplementedError:
@@ -181,7 +182,7 @@ class CachedVectorStore(BasePydanticVectorStore):
 
     def _unnamed(self) -> list[str]:
         kind = type(self.vector_store).__name__
-        _log.warning("%s cannot say which nodes filters meet; their KV is kept", kind)
+        _log.warning("%s cannot say which nodes it deletes; their KV is kept until clear()", kind)
         return []
 
     def _learn(self, nodes: Sequence[BaseNode]) -> None:
