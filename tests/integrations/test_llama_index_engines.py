@@ -161,6 +161,7 @@ def test_whole_chunks_are_packed_in_order_and_never_changed(llm):
     helper = WholeChunks.of(llm)
     prompt = get_response_synthesizer(llm=llm)._text_qa_template
     assert helper.repack(prompt, [" a ", "", "b"], llm=llm) == ["a\n\nb"]
+    assert helper.repack(prompt, ["", " "], llm=llm) == [""]  # of none a tree has no end
     helper.chunk_size_limit = 45
     packs = helper.repack(prompt, CHUNKS, llm=llm)
     assert len(packs) > 1

@@ -11,6 +11,7 @@ from conftest import CHUNKS, NEW_PROMPTS, count_at_rest, tiny_model, tiny_tokeni
 from doubles import Recording, slow
 from llama_index.core import Document
 from llama_index.core.base.llms.base import BaseLLM
+from llama_index.core.base.llms.types import ThinkingBlock, ToolCallBlock
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
 from llama_index.core.extractors import DocumentContextExtractor
 from llama_index.core.instrumentation import get_dispatcher
@@ -93,6 +94,18 @@ def test_prompts_are_those_of_the_models_own_template(llm):
     assert system.complete(QUESTION).text == llm.chat(MESSAGES).message.content
     tool = [*MESSAGES, ChatMessage(role="tool", content="x"), ChatMessage(role="tool", content="y")]
     assert llm.chat(tool).message.content
+
+
+@pytest.mark.parametrize("role", ["assistant", "model", "chatbot"])
+def test_a_models_messages_may_think_and_call_and_show_nothing(llm, role):
+    call = ToolCallBlock(tool_call_id="1", tool_name="look", tool_kwargs={"at": "Rome"})
+    blocks = [ThinkingBlock(content="hm"), TextBlock(text="Five."), call]
+    (told,) = llm.chat_prompt([ChatMessage(role=role, blocks=blocks)])
+    assert (told["role"], told["reasoning_content"]) == ("assistant", "hm")
+    assert told["tool_calls"][0]["function"]["name"] == "look"
+    image = ImageBlock(image=b"", image_mimetype="image/png")
+    with pytest.raises(ValueError, match=r"role 'assistant'.*type 'image'.*reads text only"):
+        llm.chat_prompt([ChatMessage(role=role, blocks=[image])])
 
 
 def test_usage_and_report_come_with_every_answer(llm):

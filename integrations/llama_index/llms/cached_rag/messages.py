@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from llama_index.core.base.llms.base import BaseLLM
 from llama_index.core.base.llms.generic_utils import messages_to_prompt
-from llama_index.core.base.llms.types import LogProb, TextBlock, ThinkingBlock
+from llama_index.core.base.llms.types import LogProb, TextBlock, ThinkingBlock, ToolCallBlock
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
@@ -27,6 +27,7 @@ from cached_rag.spi import FrameworkModel, Stream, shown_logprob
 
 _T = TypeVar("_T")
 _ROLES = {"function": "tool", "chatbot": "assistant", "model": "assistant", "developer": "system"}
+_SAID = (TextBlock, ThinkingBlock, ToolCallBlock)
 
 
 def plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -39,13 +40,14 @@ def plain(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
+    role = _ROLES.get(message.role.value, message.role.value)
+    known = _SAID if role == "assistant" else TextBlock
     for block in message.blocks:
-        if message.role != MessageRole.ASSISTANT and not isinstance(block, TextBlock):
+        if not isinstance(block, known):
             raise ValueError(
-                f"a {message.role.value} message holds a block of type {block.block_type!r}, "
+                f"a message of role {role!r} holds a block of type {block.block_type!r}, "
                 "and the model reads text only; take it out, or turn it into text first"
             )
-    role = _ROLES.get(message.role.value, message.role.value)
     found: dict[str, Any] = {"role": role, "content": message.content or ""}
     if role == "assistant" and (calls := called(message)):
         found["tool_calls"] = calls

@@ -6,14 +6,8 @@ import json
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from typing import Any
 
-from llama_index.core.base.llms.types import (
-    ChatMessage,
-    ContentBlock,
-    TextBlock,
-    ThinkingBlock,
-    ToolCallBlock,
-)
-from llama_index.core.llms import ChatResponse
+from llama_index.core.base.llms.types import ContentBlock, ThinkingBlock, ToolCallBlock
+from llama_index.core.llms import ChatMessage, ChatResponse, TextBlock
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.llms.utils import parse_partial_json
@@ -77,11 +71,7 @@ def blocks(tools: Tools, text: str, ids: list[str], *, is_over: bool) -> list[Co
 def _selections(message: ChatMessage) -> list[ToolSelection]:
     """The calls in a message; of one that is not complete yet, the arguments so far."""
     return [
-        ToolSelection(
-            tool_id=block.tool_call_id or "",
-            tool_name=block.tool_name,
-            tool_kwargs=_arguments(block.tool_kwargs),
-        )
+        _selected(block.tool_call_id, block.tool_name, block.tool_kwargs)
         for block in message.blocks
         if isinstance(block, ToolCallBlock)
     ]
@@ -139,11 +129,11 @@ def _selection(call: Any) -> ToolSelection:
     function = plain.get("function") if isinstance(plain, Mapping) else None
     if not isinstance(function, Mapping) or not function.get("name"):
         raise ValueError(f"a message's tool_calls has {call!r}, which names no function")
-    return ToolSelection(
-        tool_id=plain.get("id") or "",
-        tool_name=function["name"],
-        tool_kwargs=_arguments(function.get("arguments") or {}),
-    )
+    return _selected(plain.get("id"), function["name"], function.get("arguments") or {})
+
+
+def _selected(key: str | None, name: str, given: dict[str, Any] | str) -> ToolSelection:
+    return ToolSelection(tool_id=key or "", tool_name=name, tool_kwargs=_arguments(given))
 
 
 def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:

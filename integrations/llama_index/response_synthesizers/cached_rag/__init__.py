@@ -52,7 +52,10 @@ class WholeChunks(PromptHelper):
         llm: LLM | None = None,
         tools: list[Any] | None = None,
     ) -> list[str]:
-        """As many chunks a prompt as fit, in order, none of them changed."""
+        """As many chunks a prompt as fit, in order, none of them changed.
+
+        Where all are blank it is one blank chunk: of none, LlamaIndex makes a tree without end.
+        """
         room = self._get_available_chunk_size(prompt, padding=padding, llm=llm, tools=tools)
         count = self._token_counter.get_string_tokens
         packs: list[list[str]] = []
@@ -67,7 +70,7 @@ class WholeChunks(PromptHelper):
             else:
                 packs.append([chunk])
                 used = count(chunk)
-        return [_SEPARATOR.join(pack) for pack in packs]
+        return [_SEPARATOR.join(pack) for pack in packs or [[""]]]
 
     def truncate(
         self,
