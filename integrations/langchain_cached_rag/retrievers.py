@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from langchain_core import callbacks, runnables
@@ -79,7 +79,7 @@ class CachedRetriever(BaseRetriever):
     ) -> list[Document]:
         kwargs, k = self._arguments(kwargs)
         config = runnables.patch_config(outer, callbacks=run_manager.get_child())
-        return self._known(self.retriever.invoke(query, config, **kwargs)[:k])
+        return self._known(self.retriever.invoke(query, config, **kwargs), k)
 
     async def _aget_relevant_documents(
         self,
@@ -91,8 +91,8 @@ class CachedRetriever(BaseRetriever):
     ) -> list[Document]:
         kwargs, k = self._arguments(kwargs)
         config = runnables.patch_config(outer, callbacks=run_manager.get_child())
-        documents = (await self.retriever.ainvoke(query, config, **kwargs))[:k]
-        return await asyncio.to_thread(self._known, documents)
+        found = await self.retriever.ainvoke(query, config, **kwargs)
+        return await asyncio.to_thread(self._known, found, k)
 
     def _arguments(self, kwargs: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
         """What the retriever inside is given; and how many documents it may return."""
@@ -101,8 +101,10 @@ class CachedRetriever(BaseRetriever):
             kwargs["k"] = k
         return kwargs, k
 
-    def _known(self, documents: list[Document]) -> list[Document]:
-        """The documents, in the order wanted, of which the model is told."""
+    def _known(self, found: Any, k: int | None) -> list[Document]:
+        """The first k documents, in the order wanted, of which the model is told."""
+        said = "is what the retriever returned; have it return a list of Documents"
+        documents = [checked(one, Document, said) for one in checked(found, Sequence, said)][:k]
         texts = [document.page_content for document in documents]
         options = {"prompt": self.prompt, "variable": self.variable, "progress": self.progress}
         Learner(self.llm, self.encode, options).learn(texts)

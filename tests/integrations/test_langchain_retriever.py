@@ -21,7 +21,7 @@ from langchain_core.runnables import (
 )
 from langchain_core.vectorstores import InMemoryVectorStore
 
-from cached_rag import Engine, StoreConfig
+from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.kv.tiers import Prefetcher
 
 PROMPT = ChatPromptTemplate.from_messages(
@@ -240,6 +240,14 @@ def test_bad_settings_are_refused(llm, inner):
     said = r"InMemoryVectorStore is no retriever; .* store\.as_retriever\(\)"
     with pytest.raises(ValueError, match=said):
         CachedRetriever(retriever=inner.vectorstore, llm=llm)
+
+
+@pytest.mark.parametrize(("found", "kind"), [(None, "NoneType"), (["a"], "str"), ("ab", "str")])
+def test_what_is_no_list_of_documents_is_refused(llm, found, kind):
+    retriever = CachedRetriever(retriever=RunnableLambda(lambda _: found), llm=llm)
+    for ask in (retriever.invoke, lambda q: asyncio.run(retriever.ainvoke(q))):
+        with pytest.raises(ConfigError, match=f"a {kind} is what the retriever returned"):
+            ask("Who?")
 
 
 def test_documents_come_in_the_order_of_an_earlier_prompt(inner):
