@@ -111,11 +111,7 @@ def connected(address: str, cpus: float) -> Iterator[None]:
         return
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    options: dict[str, Any] = {
-        "address": address,
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-    }
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
         own = max(math.ceil(cpus), os.cpu_count() or 1)
         options |= {"num_cpus": own, "include_dashboard": False}
@@ -123,7 +119,7 @@ def connected(address: str, cpus: float) -> Iterator[None]:
         # Else workers would import modules from this process's current folder and from that of its
         # script, where documents may be.
         with TemporaryDirectory() as empty:
-            ray.init(**options, runtime_env={"working_dir": empty})
+            ray.init(address, **options, runtime_env={"working_dir": empty})
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ClusterError(
             f"cannot reach a Ray cluster at {address!r}: {error}. Start one (`ray start --head`, "

@@ -24,6 +24,7 @@ Folder = Annotated[
     Path | None, typer.Option(help="Folder for KV of whole prompts. Default: STORE/handoff.")
 ]
 Dtype = Annotated[str | None, typer.Option(help="The dtype that vLLM is given.")]
+Key = Annotated[str | None, typer.Option(help="That clients must have.", envvar="VLLM_API_KEY")]
 
 
 def _node(
@@ -60,18 +61,14 @@ def serve(
     store: Store,
     handoff: Folder = None,
     dtype: Dtype = None,
-    vllm: Annotated[
-        str, typer.Option(help="Address of the vLLM server.")
-    ] = "http://127.0.0.1:8000",
+    vllm: Annotated[str, typer.Option(help="Address of vLLM's server.")] = "http://127.0.0.1:8000",
     method: Annotated[str, typer.Option(help="How chunks' KV is used and repaired.")] = "auto",
     remote: Annotated[
         str | None, typer.Option(help="A KV store that machines share.", envvar="CACHED_RAG_REMOTE")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8080,
-    api_key: Annotated[
-        str | None, typer.Option(help="That clients must have.", envvar="VLLM_API_KEY")
-    ] = None,
+    api_key: Key = None,
 ) -> None:
     """Prefill what clients ask, and have vLLM answer it."""
     if not api_key and host not in _LOCAL:

@@ -12,10 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from cached_rag import CachedRAGError
 from cached_rag.spi import Handoff
@@ -23,7 +20,6 @@ from vllm_cached_rag.agreed import Load, Settings, Ticket, layers_in_order, tick
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -34,17 +30,17 @@ _log = logging.getLogger(f"vllm.{__name__}")  # below vLLM's own logger, whose h
 
 
 @dataclass
-class Loads(KVConnectorMetadata):
+class Loads(base.KVConnectorMetadata):
     """What the worker has to load before one step."""
 
     loads: tuple[Load, ...] = ()
 
 
-class CachedRAGConnector(KVConnectorBase_V1):
+class CachedRAGConnector(base.KVConnectorBase_V1):
     """Hands requests the KV that a prefill node has made of their prompts."""
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+        self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         """Read the settings and open the folder.
 
@@ -90,7 +86,7 @@ class CachedRAGConnector(KVConnectorBase_V1):
         ids = _handed(request)
         self._planned.append(Load(ticket.name, ids, begin, end, tuple(block_ids)))
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> base.KVConnectorMetadata:
         """What was noted since the last step."""
         planned, self._planned = self._planned, []
         return Loads(tuple(planned))

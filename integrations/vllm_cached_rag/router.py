@@ -66,8 +66,7 @@ def create_app(
     async def answer(request: Request) -> Response:
         """Whatever vLLM answers."""
         _check_key(request, api_key)
-        body, handed = await _read(request, max_body_bytes), None
-        told = ""
+        body, handed, told = await _read(request, max_body_bytes), None, ""
         if request.method == "POST" and request.url.path in _PREFILLED:
             fields = _fields(body)
             done = await asyncio.to_thread(node.prefill, fields)

@@ -50,7 +50,8 @@ class Layer:
 def connector_class(monkeypatch):
     parts = BASE.split(".")
     for end in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType("fake"))
+        name = ".".join(parts[:end])
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     base = sys.modules[BASE]
     base.KVConnectorBase_V1, base.KVConnectorMetadata = Base, type("Metadata", (), {})
     monkeypatch.delitem(sys.modules, "vllm_cached_rag.connector", raising=False)
