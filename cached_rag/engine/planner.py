@@ -86,13 +86,20 @@ class TextPlanner:
         table, handed = self.library.table, self.library.handed_over
         found, notes = handed.find(table, rendered.text, tokens, matches, tells=takes_any)
         aligned = [match for one in found if (match := align(one, tokens)) is not None]
+        has_strays = len(aligned) < len(found)
         if not takes_any:
             chunks = tuple((match.chunk.text_digest, match.end) for match in aligned)
-            plan = Plan((), tuple(aligned), len(tokens), chunks)
-            return lambda report, *, lazy: (tokens, plan)
+            none = Plan((), tuple(aligned), len(tokens), chunks, None, False, has_strays)
+            return lambda report, *, lazy: (tokens, none)
         clock = Clock()
         notes = [*notes, *self._bring(tokens, aligned)]
-        return partial(self._plan, takes, tokens, aligned, notes, clock.total())
+        planned = partial(self._plan, tokens, aligned, notes, clock.total())
+
+        def reading(report: Report, *, lazy: bool) -> tuple[Tokens, Plan]:
+            plan = planned(report, takes, lazy=lazy)
+            return tokens, replace(plan, has_strays=has_strays)
+
+        return reading
 
     def _literal(self, matches: Sequence[Match]) -> tuple[Span, ...]:
         """The spans of the prompt in which nothing is a control token."""
@@ -127,15 +134,15 @@ class TextPlanner:
 
     def _plan(
         self,
-        takes: Takes,
         tokens: Tokens,
         matches: Sequence[Match],
         notes: Sequence[str],
         brought_ms: float,
         report: Report,
+        takes: Takes,
         *,
         lazy: bool,
-    ) -> tuple[Tokens, Plan]:
+    ) -> Plan:
         clock = Clock()
         sink_ids = self.tokenization.sink_ids
         kept, starts = self.kept, self.starts
@@ -151,7 +158,7 @@ class TextPlanner:
             self._explain(plan, report)
         if self.learning.write_back is not None:
             report.missed_tokens = sum(chunk.num_tokens for chunk in missed.values())
-        return tokens, plan.taking(takes)
+        return plan.taking(takes)
 
     def _explain(self, plan: Plan, report: Report) -> None:
         """Add a note if the missing KV exists, but was made by another model or dtype."""

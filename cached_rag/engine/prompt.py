@@ -381,7 +381,7 @@ class Prefilling:
             first_logits: (vocab_size,) of the answer's first token, to be audited.
         """
         plan, learning, sequences = self.plan, self.resources.learning, self.resources.sequences
-        is_private = is_private or self.is_beyond_switch(len(answer))
+        is_private = is_private or plan.has_strays or self.is_beyond_switch(len(answer))
         if (states := kv.own.states) is not None:
             kv.own.snapshots[states.length] = states
         if not is_private:

@@ -106,7 +106,8 @@ class Request:
 
     def as_sequence(self) -> RunningSequence:
         """The prompt as others may share it; `Sharing` adds its KV."""
-        prompt, private = self.prompt, self.is_private or self.is_beyond_switch
+        prompt = self.prompt
+        private = self.is_private or prompt.plan.has_strays or self.is_beyond_switch
         return RunningSequence(
             prompt.namespace, prompt.ids, prompt.exact_length, is_private=private
         )

@@ -23,7 +23,7 @@ from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.library.matching import Match
 from cached_rag.library.plan import Plan
 from cached_rag.library.shelf import Origin
-from cached_rag.methods import Layout, Selector, Takes
+from cached_rag.methods import Layout, Selector
 
 Counts = dict["Kind", int]
 
@@ -157,8 +157,7 @@ class Coverage:
             _Use(place.begin, place.end, plan.delta(place), place.origin, place.name)
             for place in plan.placements
         )
-        looks_for_kv = method is None or method.takes is not Takes.NOTHING
-        found = cls(kinds, uses, plan.matches if looks_for_kv else ())
+        found = cls(kinds, uses, plan.matches if plan.looks_for_kv else ())
         if rows is not None:
             known = torch.from_numpy(kinds != _KINDS.index(Kind.COMPUTED))
             found.repair(rows.cpu()[known[rows.cpu()]])

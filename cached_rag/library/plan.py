@@ -83,6 +83,9 @@ class Plan:
         num_tokens: number of the prompt's tokens.
         chunks: (digest, token after the last) of each chunk whose KV is used or computed, in order.
         positions: of the tokens; None if token i stands at position i.
+        looks_for_kv: chunks without KV are those that have none; else no KV was asked for.
+        has_strays: it contains a known chunk whose tokens differ there, so it cannot be told where
+            KV of the chunk is, should it be forgotten.
     """
 
     placements: tuple[Placement, ...]
@@ -90,6 +93,8 @@ class Plan:
     num_tokens: int
     chunks: tuple[tuple[str, int], ...] = ()
     positions: tuple[int, ...] | None = None
+    looks_for_kv: bool = True
+    has_strays: bool = False
 
     @property
     def length(self) -> int:
@@ -114,7 +119,7 @@ class Plan:
     def taking(self, what: Takes) -> Plan:
         """The plan with only that cached KV that a method takes."""
         if what is Takes.NOTHING:
-            return replace(self, placements=(), positions=None)
+            return replace(self, placements=(), positions=None, looks_for_kv=False)
         if what is Takes.ALL:
             return self
         exact = tuple(place for place in self.placements if place.is_exact)

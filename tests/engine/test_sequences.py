@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CHUNKS, ask, plain_logits, tiny_model
+from crowd import begun
 
 from cached_rag import ConfigError, Engine, StoreConfig
 from cached_rag.kv.buffer import KVBuffer
@@ -159,6 +160,19 @@ def test_short_texts_are_forgotten_though_their_borders_merged(engine, running):
     after = engine.generate(f"{asked} Who?", max_tokens=1, method="full").report
     assert after.kept_tokens < 8
     first.close()
+
+
+@pytest.mark.parametrize("method", ["full", "auto"])
+def test_a_prompt_with_a_text_whose_tokens_differ_there_leaves_nothing(engine, method, monkeypatch):
+    """As digits behind digits may: nobody could tell where its KV is, to forget it."""
+    asked = " ".join([*CHUNKS * 4, "Why?"])  # long enough to be kept
+    engine.register(CHUNKS[:1])
+    monkeypatch.setattr("cached_rag.engine.planner.align", lambda *_: None)
+    for _ in range(2):
+        found = engine.generate(asked, max_tokens=1, method=method)
+        assert found.report.kept_tokens == 0
+    running = begun(engine, [asked, asked], max_tokens=4, method=method, ignore_eos=True)
+    assert [stream.result().report.kept_tokens for stream in running] == [0, 0]
 
 
 def test_a_single_text_is_refused_and_an_odd_one_costs_the_others_nothing(engine):

@@ -162,6 +162,15 @@ def test_harvested_chunks_say_so():
     assert [part.origin.tier for part in chunks(trace)] == ["harvest"] * 3
 
 
+def test_nothing_is_missed_where_no_kv_was_asked_for(filled):
+    with Engine(tiny_model("qwen3_5"), NEW_PROMPTS) as hybrid:
+        hybrid.encode(CHUNKS)
+        made = [hybrid.generate(ask(*CHUNKS), max_tokens=2)]
+    prompts = [ask(*CHUNKS), ask(*CHUNKS[::-1])]
+    made += filled.generate_batch(prompts, max_tokens=2, method="full")
+    assert not any(checked(one).parts for one in made)
+
+
 def test_prompts_that_are_answered_together_have_their_own(filled):
     prompts = [ask(*CHUNKS), ask(*CHUNKS[::-1]), ask(), ask(*CHUNKS), ask(CHUNKS[2])]
     for made, prompt in zip(filled.generate_batch(prompts, max_tokens=8), prompts, strict=True):
