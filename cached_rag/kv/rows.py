@@ -233,10 +233,9 @@ class Slab:
         """A free row; there has to be one."""
         row = self.free[-1]
         found = SlabRow(self, row)
-        if row in self._fresh:  # masked slots are read, too, so they must not hold NaN
-            self._fresh.remove(row)
-            found.keys.zero_()
-            found.values.zero_()
+        self._fresh.discard(row)
+        found.keys.zero_()  # masked slots are read, too, so they must not hold NaN, whoever left it
+        found.values.zero_()
         self.free.pop()
         return found
 

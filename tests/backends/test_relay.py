@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,18 @@ def test_values_of_another_width_take_the_plain_way():
     assert torch.isfinite(lse).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_padded_rows_keep_their_digits_where_scores_are_large(dtype):
+    """By the plain way, which devices without the CPU's kernel take, too."""
+    query, (keys, values) = tokens(KV_HEADS * 3)[:, 0].view(1, KV_HEADS, 3, DIM), kv(40)
+    query[..., 0], keys[..., 0] = 512.0, 256.0  # Qwen 2's keys are far from 0, too
+    values, mask = values[..., :5], torch.zeros(1, 1, 1, 40)
+    query, keys, values = (side.to(dtype) for side in (query, keys, values))
+    found = kernels.attend_padded(query, keys, values, mask.to(dtype), Scoring(0.25))
+    for ours, theirs in zip(found, reference(query, keys, values, 0.25), strict=True):
+        assert torch.allclose(ours.float(), theirs.float(), atol=0.05)
+
+
 def test_what_sees_nothing_weighs_nothing():
     query, none = torch.randn(1, KV_HEADS, 3, DIM), torch.zeros(1, KV_HEADS, 0, DIM)
     nothing = reference(query, none, none, 1.0)
@@ -208,9 +221,13 @@ def test_slabs_hand_out_rows_and_take_them_back():
     assert all(row.capacity == 256 for row in rows)
     assert len({(id(row.slab), row.row) for row in rows}) == 20
     assert all(not row.keys.any() for row in rows)
-    rows[3].keys.fill_(7)
+    for side in (rows[3].keys, rows[3].values):
+        side.fill_(torch.nan)  # an answer's numbers may overflow
     slabs.give(rows[3])
-    assert slabs.take(200).row == rows[3].row
+    again = slabs.take(200)
+    assert again.row == rows[3].row
+    assert not again.keys.any()
+    assert not again.values.any()
     long = slabs.take(5000)
     assert not isinstance(long, SlabRow)
     slabs.give(long)
@@ -335,3 +352,23 @@ def test_a_kernel_that_does_something_else_is_not_used(caplog):
     assert not gives_the_reference(swapped, torch.float32, 8, "cpu")
     assert not gives_the_reference(shifted, torch.float32, 8, "cpu")
     assert "other results" in caplog.text
+
+
+def test_a_kernel_is_tried_where_it_is_used_and_again_if_there_was_no_memory(monkeypatch):
+    places, away = (
+        [],
+        SimpleNamespace(shape=(1, 1, 1, 8), dtype=torch.bfloat16, device=torch.device("cuda", 1)),
+    )
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError
+
+    def tried(_, dtype, dim, device):
+        places.append(device)
+        return gives_the_reference(full, dtype, dim, "cpu")
+
+    monkeypatch.setattr(kernels, "gives_the_reference", tried)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            kernels._on_cuda(away, away)
+    assert places == [away.device] * 2

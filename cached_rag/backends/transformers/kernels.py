@@ -314,7 +314,8 @@ def attend_padded(
             query, keys, values, attn_mask=mask, scale=scale
         )
         return output, lse
-    scores = capped((query @ keys.transpose(2, 3)).float() * scale, how.softcap) + mask
+    scores = (query.float() * scale) @ keys.float().transpose(2, 3)  # bf16 would round large ones
+    scores = capped(scores, how.softcap) + mask
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
 
@@ -408,18 +409,19 @@ def _cuda(
 
 def _on_cuda(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether torch's CUDA kernels can be used for these keys and values."""
-    same_width = keys.shape[3] == values.shape[3]
-    return keys.device.type == "cuda" and same_width and _cuda_works(keys.dtype, keys.shape[3])
+    if keys.device.type != "cuda" or keys.shape[3] != values.shape[3]:
+        return False
+    return _cuda_works(keys.dtype, keys.shape[3], keys.device)
 
 
 @functools.cache
-def _cuda_works(dtype: torch.dtype, head_dim: int) -> bool:
+def _cuda_works(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether torch's CUDA kernel may be used; torch may change it between versions."""
-    return gives_the_reference(_cuda, dtype, head_dim, "cuda")
+    return gives_the_reference(_cuda, dtype, head_dim, device)
 
 
 def gives_the_reference(
-    kernel: Callable[..., Attended], dtype: torch.dtype, head_dim: int, device: str
+    kernel: Callable[..., Attended], dtype: torch.dtype, head_dim: int, device: torch.device | str
 ) -> bool:
     """Whether a kernel gives what `reference` gives, tried on random tensors; warns if not.
 
@@ -435,6 +437,8 @@ def gives_the_reference(
             for a, b in zip(found, expected, strict=True)
         )
         reason = "it gives other results"
+    except torch.OutOfMemoryError:  # says nothing about the kernel
+        raise
     except (RuntimeError, AttributeError, TypeError) as error:
         good, reason = False, str(error)
     if not good:
