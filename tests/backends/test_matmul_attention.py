@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from cached_rag.backends.transformers import kernels
+from cached_rag.backends.transformers import attention, kernels
 from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.kernels import (
     Scoring,
@@ -74,6 +74,16 @@ def test_a_whole_prompt_is_computed_in_blocks_where_products_are_faster(count, s
     mask = torch.ones(count, count, dtype=torch.bool).tril()
     expected = kernels.plain_attention(*full, mask, how)
     assert torch.allclose(found.float(), expected, atol=3e-2)
+
+
+def test_a_gpus_blocks_are_smaller_where_the_scores_of_all_heads_lie_in_memory(monkeypatch):
+    monkeypatch.setattr(Rows, "_is_on_gpu", True)
+    monkeypatch.setattr(attention, "_GPU_BLOCK_SCORES", 256 * 600)
+    query, keys, values = (torch.randn(1, 2, count, 16) for count in (300, 600, 600))
+    for softcap, blocks in ((None, 2), (9.0, 3)):
+        rows = Rows(torch.arange(0, 600, 2), 600)
+        rows.attend(query, keys, values, Scoring(softcap=softcap))
+        assert len(rows._plans[None]) == blocks
 
 
 def test_it_serves_outside_of_inference_mode_after_it_served_inside():

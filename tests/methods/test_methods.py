@@ -380,7 +380,8 @@ def moved_in_words(before, fresh, slots, modules):
     return after
 
 
-def test_drift_moves_the_other_tokens_of_a_module_and_no_others():
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_drift_moves_the_other_tokens_of_a_module_and_no_others(default, request):
     model, buffer, _, layout = assembled("llama")
     before = copy(buffer)
     begin = layout.modules[1][0]
@@ -389,6 +390,8 @@ def test_drift_moves_the_other_tokens_of_a_module_and_no_others():
     shape = (1, model.shapes.kinds[0].heads, len(slots), model.shapes.kinds[0].key_dim)
     keys, values = torch.randn(shape), torch.randn(shape)
     drift = Drift(layout.modules)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    torch.set_default_dtype(default)
     drift.transfer(0, rows, keys, values, buffer)
     assert torch.equal(buffer.keys, before.keys)  # layer 0 knows words only
     drift.transfer(2, rows, keys, values, buffer)

@@ -36,7 +36,7 @@ _BLOCK_ROWS = 128
 _UNMASKED_ROWS = 64
 # Masks of up to this many bytes are kept for the other layers; larger ones are built in each layer.
 _MASK_BYTES_KEPT, _MASK_BYTES_KEPT_ON_GPU = 64 << 20, 512 << 20
-# A GPU computes few large blocks faster than many small ones: (row, key) pairs of one.
+# A GPU computes few large blocks faster than many small ones: scores of one.
 _GPU_BLOCK_SCORES = 16 << 20
 
 
@@ -218,7 +218,8 @@ class Rows:
         is_bounded = how.softcap is not None or how.sinks is not None
         in_blocks = is_bounded or kernels.prefers_matmul(query)  # then no kernel is used for causal
         if how.window not in self._plans:
-            self._plans[how.window] = self._plan(how.window, in_blocks=in_blocks)
+            heads = query.shape[1] if is_bounded else 1  # whose scores lie in memory at a time
+            self._plans[how.window] = self._plan(how.window, heads, in_blocks=in_blocks)
         blocks = self._plans[how.window]
         parts = [self._attend_block(block, query, keys, values, how) for block in blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -251,10 +252,11 @@ class Rows:
         among = kernels.attend_causal(query, keys[:, :, own], values[:, :, own], how)
         return merge(seen, among)[0].to(query.dtype)
 
-    def _plan(self, window: int | None, *, in_blocks: bool) -> list[_Block]:
+    def _plan(self, window: int | None, heads: int, *, in_blocks: bool) -> list[_Block]:
         """The blocks of a window.
 
         Args:
+            heads: how many are computed at a time; a kernel that writes no scores counts as one.
             in_blocks: also rows from slot 0 on, of which a kernel could compute all.
         """
         unwindowed = window is None or window > self.last
@@ -265,7 +267,7 @@ class Rows:
         blocks = []
         most = _BLOCK_ROWS
         if self._is_on_gpu:
-            most = max(most, _GPU_BLOCK_SCORES // self.length)
+            most = max(most, _GPU_BLOCK_SCORES // (self.length * heads))
         size = -(-len(self) // -(-len(self) // most))  # blocks of one size
         for begin in range(0, len(self), size):
             end = min(begin + size, len(self))

@@ -97,7 +97,7 @@ class Drift:
             offsets = (slots - begin).clamp(min=0) * (slots < end)
             if offsets.any():
                 spoken.append((begin, end))
-                counts.append((offsets / _SETTLED).sqrt())
+                counts.append((offsets.float() / _SETTLED).sqrt())
         if not spoken:
             return None
         counted = torch.stack(counts)
