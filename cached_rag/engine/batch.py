@@ -20,8 +20,8 @@ from cached_rag.kv.buffer import KVBuffer
 # Requests, each with the number of its pending tokens that a pass computes.
 Work: TypeAlias = list[tuple[Request, int]]
 _SET_BACK = (
-    "The answer was interrupted, as the KV of all running answers reached BatchConfig.max_bytes; "
-    "its own was computed again."
+    "The answer was interrupted, as the KV of all running answers reached BatchConfig.max_bytes, "
+    "or no memory was left; its own was computed again."
 )
 
 
@@ -188,14 +188,29 @@ class Batch:
         count = request.missing_room
         if not count:
             return
-        if not self._fits(count * self._each):
-            count = min(count, PAGE)
-        while len(self._requests) > 1 and not self._fits(count * self._each):
+        while (page := self._page(count)) is None:
+            if count > PAGE:
+                count = PAGE
+                continue
             youngest = self._requests[-1]
             self.set_back(youngest)
             if youngest is request:
                 return
-        request.kv.goes_on_in(KVBuffer.like(self._model.shapes, count))
+        request.kv.goes_on_in(page)
+
+    def _page(self, count: int) -> KVBuffer | None:
+        """Room for so many tokens; None if there is none, unless others are set back for it.
+
+        Where memory lacks, even the only one is: it begins again with all its KV and a page in one
+        buffer, and fails if there is no memory for that.
+        """
+        may_wait = len(self._requests) > 1 or count > PAGE
+        if may_wait and not self._fits(count * self._each):
+            return None
+        try:
+            return KVBuffer.like(self._model.shapes, count)
+        except (MemoryError, RuntimeError):  # a CPU's is of the latter kind
+            return None
 
     def set_back(self, request: Request) -> None:
         """Let a request wait again, without its memory, until there is enough."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model
 from crowd import ASKED, begun
 from doubles import Recording
 
 from cached_rag import BatchConfig, Engine, StoreConfig
-from cached_rag.engine import prompt, request, sharing
+from cached_rag.engine import batch, prompt, request, sharing
 from cached_rag.engine.prompt import PAGE
+from cached_rag.kv.buffer import KVBuffer
 
 PROMPTS = [*ASKED[:2], f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nWhy?", f"{CHUNKS[1]}\n\nWho?"]
 LONG = {"max_tokens": 60, "ignore_eos": True}
@@ -89,6 +92,25 @@ def test_the_youngest_gives_way_and_goes_on_where_it_was(model, pages, method, s
     assert max(used) <= room
     assert engine.scheduler.nbytes == 0
     assert max(len(rows) for rows in model.steps) > 1
+
+
+@pytest.mark.parametrize("asked", [["Why?", "Who is it?"], ["Why?"]])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError, MemoryError])
+def test_a_page_that_cannot_be_had_fails_no_answer(model, pages, asked, error, monkeypatch):
+    options = LONG | {"method": "full", "max_tokens": 300}
+    expected = [Engine(model, NEW_PROMPTS).generate(one, **options).token_ids for one in asked]
+    left = [error("none left")]
+
+    def like(*given):
+        if left:
+            raise left.pop()
+        return KVBuffer.like(*given)
+
+    monkeypatch.setattr(batch, "KVBuffer", SimpleNamespace(like=like))
+    answers = Engine(model, NEW_PROMPTS).generate_batch(asked, **options)
+    assert [one.token_ids for one in answers] == expected
+    told = [any("no memory was left" in note for note in one.report.notes) for one in answers]
+    assert told == [False] * (len(asked) - 1) + [True]  # the youngest
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
