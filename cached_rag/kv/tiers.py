@@ -140,7 +140,12 @@ class MemoryStore(Listed):
     ) -> None:
         """See `KVStore.put`. If the tensors are views of larger ones, they are copied."""
         self._check_size(kv.nbytes, "memory_bytes")
-        keys, values = (each(side, self._kept) for side in (kv.keys, kv.values))
+        try:
+            keys, values = (each(side, self._kept) for side in (kv.keys, kv.values))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise StoreFullError(
+                f"no memory for a copy of KV ({error}); lower device_bytes or memory_bytes"
+            ) from error
         kept = replace(kv, keys=keys, values=values)
         self._entries.flush()
         with self._database.transaction() as connection:

@@ -115,9 +115,15 @@ class Learning:
         if self.write_back is None:
             return
         self._offer_chunks(tokens, plan)
+        shelf = self.library.shelf
         for place in plan.placements:
-            if place.source is not None and not isinstance(place.kv, ModuleKV):
-                fetch = partial(self.library.shelf.fetch, *place.source)
+            if place.source is None:
+                continue
+            is_near = isinstance(place.kv, ModuleKV) and (
+                place.origin.tier != "memory" or shelf.key(*place.source) in shelf.memory[0]
+            )
+            if not is_near:
+                fetch = partial(shelf.fetch, *place.source)
                 self.write_back.offer(place.source, fetch, lasts=False)
 
     def _offer_chunks(self, tokens: Tokens, plan: Plan) -> None:

@@ -18,6 +18,7 @@ from cached_rag.kv.blob import StoredKV
 from cached_rag.kv.buffer import KVBuffer, LayerLoader, ModuleKV
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.tensor_file import TensorFile
+from cached_rag.kv.tiers import MemoryStore
 from cached_rag.library.plan import Placement
 
 METHODS = ["reuse", "cacheblend", "a3", "auto"]
@@ -57,6 +58,21 @@ def test_what_was_read_is_in_memory_the_next_time(folder):
         engine.write_back.drain()
         _, plan = engine.plan(ask(*CHUNKS), "reuse", answer(engine, "reuse").report)
         assert all(isinstance(place.kv, ModuleKV) for place in plan.placements)
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_what_the_host_has_comes_to_the_device(pipelined, monkeypatch):
+    tiers = [MemoryStore(1 << 20), MemoryStore(1 << 20)]
+    monkeypatch.setattr("cached_rag.library.library.memory_tiers", lambda *_: tiers)
+    with Engine(tiny_model("llama"), StoreConfig(pipelined=pipelined)) as engine:
+        engine.encode(CHUNKS, prefix=engine.head(ask(CHUNKS[0]), CHUNKS[0]), context=None)
+        for key in list(tiers[0].held):
+            tiers[0].delete(key)
+        places = [one for one in answer(engine, "reuse").plan.placements if one.source]
+        assert len(places) == 3
+        engine.write_back.drain()
+        assert {place.origin.tier for place in places} == {"memory"}
+        assert all(engine.library.shelf.key(*place.source) in tiers[0] for place in places)
 
 
 def file_of(store, key):

@@ -369,6 +369,20 @@ def test_a_device_tier_has_the_latest_and_the_host_has_all():
     assert all(same(host.get(key(seed), module(seed).token_ids), module(seed)) for seed in (1, 2))
 
 
+def test_a_device_without_memory_keeps_nothing_from_others():
+    class Full(MemoryStore):
+        def _kept(self, tensor):
+            raise torch.OutOfMemoryError("none left")
+
+    full, host = Full(1 << 20), MemoryStore(1 << 20)
+    with pytest.raises(StoreFullError, match="none left"):
+        full.put(key(1), module(1))
+    store = TieredStore([full, host])
+    store.put(key(1), module(1))
+    assert same(store.get(key(1), module(1).token_ids), module(1))
+    assert not full.held
+
+
 def test_which_memories_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (400, 800))
 
