@@ -164,8 +164,8 @@ class ModelConfig:
 
     Attributes:
         dtype: what to compute in: float32, bfloat16 or float16; None for this machine's fastest.
-        device: where to compute: cpu, cuda or mps, with llama.cpp cpu or gpu; None for the best
-            that this machine has.
+        device: where to compute: cpu, cuda or mps, with llama.cpp cpu or gpu; None for cuda,
+            where transformers finds one, else cpu.
         weights: how weights are kept for decoding: "as stored", "bf16", "int8" or "int4".
         backend: what runs the model: "transformers", or "llama.cpp" for a GGUF.
         revision: branch, tag or commit of a hub id.

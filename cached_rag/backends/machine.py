@@ -45,16 +45,16 @@ ProfileKey = tuple[str, torch.device]
 
 
 def best_device() -> str:
-    """The best device of this machine: "cuda", else "mps", else "cpu"."""
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    """The best device of this machine: "cuda", else "cpu"; "mps", being untested, if asked for."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def fastest_dtype(device: str) -> torch.dtype:
     """The fastest dtype: bf16 if the hardware supports it, else fp16 on a GPU and fp32 on a CPU."""
     if device.startswith("cuda"):
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        with torch.cuda.device(torch.device(device)):  # torch tells of the current one only
+            is_native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if is_native else torch.float16
     if device.startswith("mps"):
         return torch.float16
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
@@ -84,14 +84,16 @@ def check_device(device: str) -> None:
             there.append("mps")
         raise ConfigError(
             f"device {device!r} cannot be used: {why}. This machine has {', '.join(there)}; leave "
-            "the device out for the best one"
+            "the device out for CUDA or the CPU"
         ) from error
 
 
 def free_bytes(device: str) -> int:
     """Bytes that are free on a device; for the CPU the least of machine and container."""
     if device.startswith("cuda"):
-        return torch.cuda.mem_get_info(torch.device(device))[0]
+        where = torch.device(device)  # what torch has taken and does not use is free, too
+        unused = torch.cuda.memory_reserved(where) - torch.cuda.memory_allocated(where)
+        return torch.cuda.mem_get_info(where)[0] + unused
     found = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
         limit = int((CGROUP / "memory.max").read_text())
@@ -208,7 +210,8 @@ def measure(model: Backend) -> Profile:
     buffer = KVBuffer.like(model.shapes, longest)
     buffer.keys.zero_()
     buffer.values.zero_()
-    return Profile(*fit(_passes(model, buffer, ids)))
+    with model.lock, torch.inference_mode():  # another engine may compute with it
+        return Profile(*fit(_passes(model, buffer, ids)))
 
 
 def _passes(model: Backend, buffer: KVBuffer, ids: torch.Tensor) -> list[tuple[int, int, float]]:

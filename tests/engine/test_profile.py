@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
+import torch
 from conftest import tiny_model
 
 from cached_rag.backends import machine as profile
-from cached_rag.backends.machine import Profile, fit, measure, profile_of
+from cached_rag.backends.machine import (
+    Profile,
+    best_device,
+    fastest_dtype,
+    fit,
+    free_bytes,
+    measure,
+    profile_of,
+)
 
 
 def test_a_prompt_costs_what_its_length_makes_it_cost():
@@ -35,6 +45,39 @@ def test_a_profile_is_measured_at_lengths_that_the_context_has(tmp_path, monkeyp
     rows = taken[0][0]
     assert [behind for _, behind, _ in taken] == [0, 512, 1024 - rows]  # of 1024
     assert {count for count, _, _ in taken} == {rows}
+
+
+def test_a_profile_is_measured_while_nobody_else_computes(monkeypatch):
+    model = tiny_model("llama")
+    seen = []
+
+    def passes(*_):
+        seen.append((model.lock.locked(), torch.is_inference_mode_enabled()))
+        return [(2, 0, 1.0), (1, 0, 1.0)]
+
+    monkeypatch.setattr(profile, "_passes", passes)
+    measure(model)
+    assert seen == [(True, True)]
+    assert not model.lock.locked()
+
+
+def test_the_device_is_asked_for_bf16_and_for_memory(monkeypatch):
+    at = []
+    monkeypatch.setattr(torch.cuda, "device", lambda where: at.append(where) or nullcontext())
+    emulates = lambda including_emulation=True: including_emulation  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", emulates)
+    assert fastest_dtype("cuda:1") == torch.float16
+    assert at == [torch.device("cuda", 1)]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8, 24))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 15)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5)
+    assert free_bytes("cuda:1") == 18  # what earlier models left to torch is free
+
+
+def test_mps_has_to_be_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert best_device() == "cpu"
 
 
 def test_a_profile_is_measured_once_and_kept(tmp_path, monkeypatch):
