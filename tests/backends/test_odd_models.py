@@ -6,10 +6,22 @@ import pytest
 import torch
 from conftest import _SIZES, CHUNKS, NEW_PROMPTS, tiny_tokenizer
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama import modeling_llama
 
 from cached_rag import ConfigError, Engine, wrap_model
 from cached_rag.backends.machine import parse_dtype
+from cached_rag.backends.transformers import batch, probe, recording
+from cached_rag.backends.transformers.attention import Rows
+from cached_rag.backends.transformers.decoder import frequencies
+from cached_rag.backends.transformers.lean import lean_model
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 
@@ -121,6 +133,86 @@ def test_a_model_that_cannot_compute_two_tokens_is_refused(monkeypatch):
         wrap_model(model, tiny_tokenizer(), name="m", revision="m")
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Rows, "attend"),
+        (batch, "_pass"),
+        (modeling_llama.LlamaMLP, "forward"),
+        (recording._Listening, "update"),
+    ],
+)
+def test_memory_that_lacks_says_nothing_about_a_model(owner, name, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        wrap_model(llama(), tiny_tokenizer(), name="m", revision="m")
+
+
+def test_memory_that_lacks_for_the_recording_does_not_either(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(probe, "record", full)
+    with pytest.raises(torch.OutOfMemoryError, match="none left"):
+        wrap_model(llama(), tiny_tokenizer(), name="m", revision="m")
+
+
+def test_a_model_set_to_flash_attention_is_examined_by_another():
+    def flash(module, query, *given, **options):
+        if query.dtype == torch.float32:
+            raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+        return sdpa_attention_forward(module, query, *given, **options)
+
+    AttentionInterface.register("half_only", flash)
+    AttentionMaskInterface.register("half_only", sdpa_mask)
+    model = llama().bfloat16()
+    model.set_attn_implementation("half_only")
+    assert wrap_model(model, tiny_tokenizer(), name="m", revision="m").can_watch
+
+
+class Packed(torch.nn.Parameter):
+    """Stands for weights that are no numbers to compute with, as those of bitsandbytes."""
+
+
+@pytest.mark.parametrize("what", ["layer", "weight"])
+def test_others_layers_and_weights_are_not_joined(what):
+    model = llama()
+    part = model.model.layers[1].mlp.down_proj
+    if what == "layer":
+        part.__class__ = type("Linear4bit", (torch.nn.Linear,), {})
+    else:
+        part.weight = Packed(part.weight.data)
+    assert lean_model(llama()) is not None
+    assert lean_model(model) is None
+    found = wrap_model(model, tiny_tokenizer(), name="m", revision="m")
+    assert found.details["layers"] == "the model's own modules"
+
+
+def test_few_bits_are_refused_where_the_model_is(monkeypatch):
+    model = llama()
+    monkeypatch.setattr(type(model), "device", torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match="needs a CPU"):
+        wrap_model(model, tiny_tokenizer(), name="m", revision="m", weights="int4")
+
+
+def test_frequencies_are_read_where_there_is_no_double():
+    class OnMps(torch.Tensor):
+        def double(self):
+            raise TypeError("the MPS framework doesn't support float64")
+
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+    model = llama()
+    expected = frequencies(model)
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq.as_subclass(OnMps)
+    assert frequencies(model) == expected
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int8", "many"])
 def test_other_dtypes_are_refused(dtype):
     with pytest.raises(ConfigError, match="not one of float32, bfloat16, float16"):
@@ -142,6 +234,13 @@ def adapted(model):
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)
     return found.eval()
+
+
+def spread(model):
+    model.lm_head.weight = type("Far", (Packed,), {"device": torch.device("cuda", 1)})(
+        model.lm_head.weight.data
+    )
+    return model
 
 
 def compiled(model):
@@ -181,6 +280,7 @@ def test_layers_that_choose_keys_by_an_index_are_named():
         (torch.nn.DataParallel, "a DataParallel, and no model of transformers"),
         (lambda model: model.double(), "float64"),
         (lambda model: model.to("meta"), "not in memory"),
+        (spread, "cpu and cuda:1"),
         (
             lambda model: get_peft_model(
                 model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
@@ -188,7 +288,7 @@ def test_layers_that_choose_keys_by_an_index_are_named():
             "learned tokens",
         ),
     ],
-    ids=["parallel", "double", "meta", "prompts"],
+    ids=["parallel", "double", "meta", "spread", "prompts"],
 )
 def test_what_cannot_be_computed_with_is_refused_at_once(around, says):
     with pytest.raises(ModelError, match=says):

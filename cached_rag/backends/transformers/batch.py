@@ -306,6 +306,8 @@ def keeps_what_it_reads(decoder: Decoder, shapes: KVShapes) -> bool:
     row = StepInput(RowKV(KVBuffer.like(shapes, 2), 0), [1])
     try:
         _pass(decoder, [row])
+    except torch.OutOfMemoryError:  # says nothing about the model
+        raise
     except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return False
     return True

@@ -42,6 +42,14 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
+def becomes_dense(config: Any) -> bool:
+    """Have fp8 and MXFP4 made ordinary weights, whatever a GPU can do; says if there are any."""
+    stored = getattr(config, "quantization_config", None) or {}
+    if found := stored.get("quant_method") in ("fp8", "mxfp4"):
+        stored["dequantize"] = True
+    return found
+
+
 def text_half(config: Any) -> Any:
     """The configuration of a model's text half, of one that sees images or hears; else None."""
     text = config.get_text_config(decoder=True)
@@ -91,7 +99,7 @@ def load_complete(path: str, name: str, config: Any = None, **options: Any) -> A
             "with that adapter on top of its weights: load the model without it and give the "
             "adapter's folder as adapter=; or remove the file, if the adapter is merged already"
         )
-    if strange := {type(w.data).__name__ for w in model.parameters()} - {"Tensor"}:
+    if strange := {type(w).__name__ for w in model.parameters()} - {"Parameter"}:
         raise ModelError(
             f"{name} is quantised, and of {_some(sorted(strange))} nobody can tell the numbers; "
             'load the model that it was made from, with weights="int8" or "int4", or a GGUF of it'

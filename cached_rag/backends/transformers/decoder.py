@@ -100,7 +100,7 @@ def decoder_modules(model: Any) -> tuple[torch.nn.Module, ...]:
 def frequencies(model: Any) -> list[tuple[float, ...]]:
     """Distinct vectors of inverse frequencies that the model holds or its configuration implies."""
     found = {
-        tuple(buffer.double().tolist()): None
+        tuple(buffer.cpu().double().tolist()): None
         for name, buffer in model.named_buffers()
         if name.endswith("inv_freq") and "original" not in name
     }

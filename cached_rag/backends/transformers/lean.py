@@ -245,10 +245,10 @@ def lean_model(model: Any) -> LeanModel | None:
     if config.model_type not in FAMILIES or not is_plain:  # a text model inside one of images
         return None
     linears = [part for part in inner.layers.modules() if hasattr(part, "in_features")]
-    if not all(isinstance(part, nn.Linear | StoredLinear) for part in linears):
-        return None
-    is_ordinary = all(type(weight.data) is torch.Tensor for weight in inner.layers.parameters())
-    return LeanModel(model) if is_ordinary else None  # others' cannot be joined (torchao)
+    # Others' layers and weights cannot be joined (bitsandbytes, torchao).
+    are_plain = all(type(part) in (nn.Linear, StoredLinear) for part in linears)
+    are_plain &= all(type(weight) is nn.Parameter for weight in inner.layers.parameters())
+    return LeanModel(model) if are_plain else None
 
 
 def _norms(layer: Any) -> dict[str, nn.Module | None]:

@@ -33,6 +33,7 @@ from cached_rag.backends.resolve import (
 )
 from cached_rag.backends.transformers import packing
 from cached_rag.backends.transformers.complete import (
+    becomes_dense,
     copied,
     empty_model,
     leave_on_disk,
@@ -79,7 +80,7 @@ def load_model(
         name: see `resolve`.
         dtype: "float32", "bfloat16" or "float16"; None for the fastest one on this machine, in
             which layers of few bits round what they are given to bf16.
-        device: "cpu", "cuda" or "mps"; None for the best one of this machine.
+        device: "cpu", "cuda" or "mps"; None for "cuda" if there is one, else "cpu".
         weights: how linear layers keep their weights for passes with few rows, such as decoding:
             "bf16" (in `dtype`), "int8", "int4", or "as stored", which keeps a GGUF's few bits and
             is as "bf16" for other models and other devices than a CPU. See docs/models.md.
@@ -114,7 +115,8 @@ def load_model(
         commit = None if is_local else _commit(path, variant)
         check_config(path, revision=commit, **variant.common)
         config = AutoConfig.from_pretrained(path, revision=commit, **variant.common)
-        text = text_half(config)
+        is_packed, text = becomes_dense(config), text_half(config)
+        given = config if is_packed and text is None else text
         empty = empty_model(text or config, trust_remote_code=bool(variant.options.get(_TRUSTED)))
         load_dtype, keeps = packing.kept_as(
             name, empty, torch_dtype, device, wanted, is_asked=dtype is not None
@@ -122,7 +124,7 @@ def load_model(
         tokenizer = AutoTokenizer.from_pretrained(path, revision=commit, **variant.common)
         with _without_bars() if Path(path).is_dir() else nullcontext():
             model = load_complete(
-                path, name, text, dtype=load_dtype, revision=commit, **variant.options
+                path, name, given, dtype=load_dtype, revision=commit, **variant.options
             )
     except TypeError as error:
         if variant.model_kwargs == "{}":
@@ -227,6 +229,7 @@ def wrap_model(
 
     Raises:
         ModelError: as `load_model`; or it is no model of transformers.
+        ConfigError: there is no such format, or not on the model's device.
 
     Effects: puts the model in eval mode, replaces its attention function, and makes projections
         views of fused weights. "int8" and "int4" round the model's own weights.
@@ -237,6 +240,7 @@ def wrap_model(
             "Convert it with transformers, or use another model."
         )
     model = _unwrapped(model, name)
+    weights = packing.parse_format(weights, str(model.device))
     model.eval()
     num_weights = model.num_parameters()  # before any is packed
     few_bit_dtype = few_bit_dtype or model.dtype
@@ -294,6 +298,11 @@ def _unwrapped(model: Any, name: str) -> Any:
         raise ModelError(
             f"{name} has weights that are not in memory, as device_map leaves some on disk; load "
             "it without, or a smaller model"
+        )
+    if len(devices := {str(weight.device) for weight in model.parameters()}) > 1:
+        raise ModelError(
+            f"{name} is spread over {' and '.join(sorted(devices))}, and a prompt's KV lies on one "
+            "device; load it without device_map on one that has room, or take a smaller model"
         )
     return model
 

@@ -58,6 +58,8 @@ _HEAD_TOLERANCE = 2e-2
 # An error up to this share of a row's size is rounding of the sum itself, and not counted.
 _ROUNDING = 16 * torch.finfo(torch.float32).eps
 _STATES = "some of its layers keep a state instead of keys and values (recurrent layers)"
+# Attention that can be computed in fp32; flash attention cannot.
+_IN_FP32 = ("sdpa", "eager", attention.IMPLEMENTATION)
 _ADDED = "positions are added to the embeddings (learned positions)"
 
 
@@ -100,6 +102,8 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
             f"that they see by an index of their own. {REMEDY}"
         )
     attention.register()
+    if model.config._attn_implementation not in _IN_FP32:
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     forget_lengths(model)
     convolve_rows(one.module for one in decoder_layers(model) if one.kind == CONVOLUTION)
     shapes, stateful = kv_shapes(model, _probe_ids(model)[:, :2])
@@ -172,6 +176,8 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
     with in_float32(decoder), _narrow_windows(decoder.model):
         try:
             found = probe.run()
+        except torch.OutOfMemoryError:  # says nothing about the decoder
+            raise
         except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as e:
             return float("inf"), f"{type(e).__name__}: {e}"
     for layer, error in enumerate(found):
@@ -290,6 +296,8 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
         found = record(decoder, token_ids, positions if takes_positions else None)
         if len(found.outputs) != len(decoder.layers):
             raise ValueError("its layers are not run once each")
+    except torch.OutOfMemoryError:  # says nothing about the model
+        raise
     except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"{type(decoder.model).__name__} could not be examined ({type(error).__name__}: "

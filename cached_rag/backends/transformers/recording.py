@@ -183,6 +183,8 @@ def kv_shapes(model: Any, token_ids: torch.Tensor) -> tuple[KVShapes, frozenset[
     cache, name = _Listening(), type(model).__name__
     try:
         model(input_ids=token_ids, use_cache=False, **{cache_argument(model): cache})
+    except torch.OutOfMemoryError:  # says nothing about the model
+        raise
     except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
             f"{name} could not compute two tokens with a cache ({type(error).__name__}: {error}). "
