@@ -33,6 +33,7 @@ from cached_rag.backends.transformers.few_bits import (
 )
 from cached_rag.backends.transformers.gguf import from_blocks
 from cached_rag.backends.transformers.packing import formats, pack, parse_format
+from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.rows import RowKV
 
@@ -292,6 +293,13 @@ def test_where_memory_is_short_a_model_in_bf16_is_examined_too(file, monkeypatch
     assert all(part.dense is None for part in few)
     assert {part.scales.dtype for part in few} == {torch.bfloat16}
     assert answers(model)[0].isfinite().all()
+
+
+def test_what_fits_a_gpu_has_to_fit_the_host_first(monkeypatch):
+    monkeypatch.setattr(packing, "free_bytes", {"cuda": 80 << 30, "cpu": 1 << 20}.get)
+    model = tiny_model("llama").decoder.model
+    with pytest.raises(ModelError, match="are free on cpu"):
+        packing.fits_dense("tiny", model, torch.bfloat16, "cuda", "bf16")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])

@@ -298,7 +298,8 @@ def fits_dense(name: str, model: Any, dtype: torch.dtype, device: str, weights: 
         ModelError: neither fits: the system would kill this process while it loads the model.
     """
     dense, few, saved = _weight_bytes(model, dtype, weights)
-    free = free_bytes(device)
+    # Weights are in the host's memory first, whatever the device.
+    free, device = min((free_bytes(place), place) for place in {device, "cpu"})
     if dense + few + OVERHEAD_BYTES <= free:
         return True
     least = dense + few - saved
