@@ -400,7 +400,7 @@ def test_prompts_that_are_over_take_no_cells(model):
 def test_what_it_cannot_do_is_refused_by_name(model, path, tmp_path):
     with Engine(model, StoreConfig(**NEW)) as engine:
         engine.encode(CHUNKS, context=None)
-        with pytest.raises(ModelError, match=r"llama\.cpp does not show"):
+        with pytest.raises(ConfigError, match=r"llama\.cpp does not show"):
             engine.generate(ask(*CHUNKS), method="cacheblend", max_tokens=2)
     for options, message in (
         ({"backend": "llama"}, "not one of transformers, llama.cpp"),

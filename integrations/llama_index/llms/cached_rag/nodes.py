@@ -56,7 +56,7 @@ class SentenceTransformerEmbedding(BaseEmbedding):
     model_name: str = Field(
         default="all-minilm-l6-v2", description="A hub id or folder, or this alias."
     )
-    device: str | None = Field(default=None, description="None: the best this machine has.")
+    device: str | None = Field(default=None, description="None: CUDA, else the CPU.")
     _embedder: Embedder = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
