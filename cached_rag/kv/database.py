@@ -89,9 +89,8 @@ class Database:
         except OSError as error:
             raise self._forbidden(str(error)) from error
         self._reopened = 0
-        self._frozen: tuple[int, ...] | None = None
         with self._explained():
-            self._connection = self._connected()
+            self._connect()
             try:
                 prepare = self._check_layout if self.is_read_only else partial(self._set_up, schema)
                 self._when_free(prepare, PATIENCE_S)
@@ -105,40 +104,43 @@ class Database:
         here, now = self._status, status_of(self.path)
         return here is not None and now is not None and not os.path.samestat(here, now)
 
-    def _connected(self) -> sqlite3.Connection:
+    def _connect(self) -> None:
         for suffix in _SUFFIXES:
             _check_file(self.path.with_name(self.path.name + suffix))
-        where = str(self.path)
+        where, state = str(self.path), self._state()
         if self.is_read_only:
             # Whoever writes the file keeps a log beside it; without a log it does not change.
-            has_log, *_ = state = self._state()
-            self._frozen = None if has_log else state
-            where = f"file:{quote(where)}?{'mode=ro' if has_log else 'immutable=1'}"
+            where = f"file:{quote(where)}?{'mode=ro' if state[0] else 'immutable=1'}"
         # No timeout: `_when_free` waits for other processes, and lets go of the lock meanwhile.
         found = sqlite3.connect(where, timeout=0, check_same_thread=False, uri=self.is_read_only)
         # Text that is no UTF-8 is no error here: that it is damaged is for checksums to tell.
         weakref.finalize(self, found.close).atexit = False
         found.text_factory = lambda data: data.decode(errors="replace")
-        return found
+        self._connection, self._opened_at = found, state
 
     def _state(self) -> tuple[int, ...]:
-        """What changes when somebody writes the file; first of all, whether it has a log."""
+        """Whether the file has a log; without one, also what changes when somebody writes it."""
         try:
             has_log = self.path.with_name(self.path.name + "-wal").exists()
             stat = self.path.stat()
         except OSError:  # which SQLite will say when it opens the file
             return (False,)
-        return has_log, stat.st_ino, stat.st_size, stat.st_mtime_ns
+        return (True,) if has_log else (False, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
     def _is_outdated(self) -> bool:
-        """Whether a file that was taken for unchanging is written by its owner after all."""
-        return self._frozen is not None and self._state() != self._frozen
+        """Whether a reader's file has a log now, or none any more, or changed without one."""
+        return self.is_read_only and self._state() != self._opened_at
 
     def _current(self) -> sqlite3.Connection:
         """The connection; the caller holds the lock."""
         if self._is_outdated():
-            self._connection.close()
-            self._connection, self._reopened = self._connected(), self._reopened + 1
+            before = self._connection
+            try:
+                self._connect()
+            except sqlite3.OperationalError as error:  # no use to wait for what may not be read
+                raise self._forbidden(str(error)) from error
+            before.close()
+            self._reopened += 1
         return self._connection
 
     def _set_up(self, schema: str) -> None:

@@ -320,6 +320,31 @@ def test_a_read_only_store_serves_and_is_not_touched(folder, documents, monkeypa
     assert changed <= {"drafts.lock"}
 
 
+def test_a_reader_that_may_not_read_for_a_while_goes_on_when_it_may(tmp_path, monkeypatch):
+    path, connect = tmp_path / "t.sqlite", sqlite3.connect
+    schema = "CREATE TABLE IF NOT EXISTS t (n)"
+    Database(path, schema).close()
+    with monkeypatch.context() as reader:
+        reader.setattr(database.os, "access", lambda *_: False)
+        shared = Database(path, schema)
+
+    def forbidden(*_, **__):
+        raise sqlite3.OperationalError("unable to open database file")
+
+    with closing(shared), closing(connect(path)) as owner:
+        assert shared.rows("SELECT * FROM t") == []
+        owner.execute("INSERT INTO t VALUES (1)")  # makes a log
+        owner.commit()
+        monkeypatch.setattr(sqlite3, "connect", forbidden)
+        for _ in range(2):
+            with pytest.raises(StoreError, match="allow this user"):
+                shared.rows("SELECT * FROM t")
+        monkeypatch.setattr(sqlite3, "connect", connect)
+        assert shared.rows("SELECT * FROM t") == [(1,)]
+        owner.close()  # and the log goes with the last who has it
+        assert shared.rows("SELECT * FROM t") == [(1,)]
+
+
 def test_a_folder_that_cannot_be_written_is_said_to_be_so(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="cannot be written") as caught:
