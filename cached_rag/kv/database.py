@@ -135,10 +135,8 @@ class Database:
         """The connection; the caller holds the lock."""
         if self._is_outdated():
             before = self._connection
-            try:
+            with self._explained():  # no use to wait for what may not be read
                 self._connect()
-            except sqlite3.OperationalError as error:  # no use to wait for what may not be read
-                raise self._forbidden(str(error)) from error
             before.close()
             self._reopened += 1
         return self._connection

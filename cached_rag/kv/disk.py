@@ -172,6 +172,9 @@ class DiskStore(Listed):
                 problems += self._problems(entry)
             with self._settled():
                 litter, strange = self._litter()
+                if self._entries.are_miscounted():
+                    reason = "its totals are not what its files add up to; prune the store"
+                    problems.append(Problem(_INDEX, reason))
             with self._drafts.abandoned() as drafts:
                 litter += drafts
         except StoreError as error:

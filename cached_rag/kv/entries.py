@@ -61,6 +61,7 @@ CREATE TRIGGER IF NOT EXISTS moved AFTER UPDATE OF pinned, is_main ON files BEGI
     ON CONFLICT DO UPDATE SET count = count + 1, nbytes = nbytes + excluded.nbytes;
 END;
 """
+_COUNTED = "SELECT pinned, is_main, count(*), sum(nbytes) FROM files GROUP BY 1, 2"
 _SELECT = "SELECT key, codec, name, nbytes, checksum FROM files"
 # The small queue's share of the room, and the most uses that count.
 _SMALL_SHARE, _MOST_USES = 0.1, 3
@@ -134,8 +135,13 @@ class Entries:
     def recount(self, connection: Connection) -> None:
         """Mend totals that are damaged."""
         connection.execute("DELETE FROM totals")
-        counted = "SELECT pinned, is_main, count(*), sum(nbytes) FROM files GROUP BY 1, 2"
-        connection.execute(f"INSERT INTO totals {counted}")
+        connection.execute(f"INSERT INTO totals {_COUNTED}")
+
+    def are_miscounted(self) -> bool:
+        """Whether totals are damaged; to be asked while nobody writes."""
+        queries = ("SELECT * FROM totals WHERE count OR nbytes", _COUNTED)
+        kept, counted = (self.database.rows(f"{query} ORDER BY 1, 2") for query in queries)
+        return kept != counted
 
     def sizes(self) -> dict[str, int]:
         """By key, the bytes of its files in all codecs that are not over."""
@@ -255,7 +261,11 @@ class Entries:
         least = PINNED_SHARE * max_bytes if pinned and room else 0
         while excess > 0 and small + main > least:
             is_small = not main or small >= max(1, _SMALL_SHARE * max_bytes)
-            (entry,) = self._those(f"{queue} ORDER BY turn LIMIT 1", not is_small)
+            found = self._those(f"{queue} ORDER BY turn LIMIT 1", not is_small)
+            if not found:  # the totals are damaged, of whatever there is to take out
+                self.recount(connection)
+                return gone + self.evict(connection, max_bytes, room, pinned=pinned)
+            (entry,) = found
             goes_on = not pinned and self._goes_on(connection, entry)
             small -= entry.nbytes if is_small else 0
             main += entry.nbytes * (goes_on - (not is_small))

@@ -173,6 +173,17 @@ def test_running_totals_are_what_the_files_add_up_to(tmp_path):
         assert counted == kept
 
 
+def test_a_damaged_total_is_said_and_mended_when_nothing_is_left_to_take_out(tmp_path):
+    with closing(DiskStore(tmp_path, max_bytes=6000)) as disk:
+        disk.put("0" * 40, module(0))
+        with disk._database.transaction() as connection:
+            connection.execute("UPDATE totals SET nbytes = nbytes | (1 << 29)")
+        assert ["prune the store" in problem.reason for problem in disk.check()] == [True]
+        disk.put(f"{1:040}", module(1))
+        assert f"{1:040}" in disk
+        assert disk.check() == []
+
+
 def test_what_memory_serves_counts_on_disk(tmp_path):
     with closing(DiskStore(tmp_path / "one")) as probe:
         probe.put("0" * 40, module(0))

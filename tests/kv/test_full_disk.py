@@ -72,15 +72,15 @@ def sizes(index):
 
 
 def test_prune_makes_room_where_no_database_can_even_be_opened(index, monkeypatch):
-    files, connected = num_files(index), Database._connected
+    files, connect = num_files(index), Database._connect
 
     def full(self):
         if num_files(index) == files:
             raise sqlite3.OperationalError("disk I/O error")
-        return connected(self)
+        connect(self)
 
     monkeypatch.setattr("cached_rag.cli.store._ROOM", 1)
-    monkeypatch.setattr(Database, "_connected", full)
+    monkeypatch.setattr(Database, "_connect", full)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 30))
     with pytest.raises(StoreError, match="look after the disk"):
         prune(index)
