@@ -85,6 +85,19 @@ def until_when(ttl_seconds: float | None) -> float | None:
     return None if ttl_seconds is None else time.time() + ttl_seconds
 
 
+def check_reach(until: float | None, *, is_shared: bool) -> None:
+    """Refuse a time for KV that a remote store has, too.
+
+    Raises:
+        ConfigError: there is a remote store, and a time.
+    """
+    if until is not None and is_shared:
+        raise ConfigError(
+            "a time to live does not reach the remote store, from which KV would come again; "
+            "forget the texts when it is over"
+        )
+
+
 @dataclass(frozen=True)
 class Entry:
     """A file of the store, or a module in memory.

@@ -216,8 +216,18 @@ def forget_digests(
         return removals.remove({*text_digests, *learned})
 
 
-def hold(folder: Path, texts: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
+def hold(
+    folder: Path,
+    texts: Iterable[str],
+    max_bytes: int | None,
+    *,
+    pinned: bool | None,
+    until: float | None,
+) -> int:
     """Say how long KV of texts of the tenant "" is kept, by all models; see `KVStore.hold`.
+
+    Args:
+        max_bytes: the store's bound, of which pins take half at most.
 
     Raises:
         StoreError: the folder's databases cannot be written, or there are too many pins.
@@ -230,7 +240,7 @@ def hold(folder: Path, texts: Iterable[str], *, pinned: bool | None, until: floa
                 keys += catalog.keys_of(maker.model, found.token_ids, behinds)
     if not keys:
         return 0
-    with closing(_disk(folder)) as disk:
+    with closing(_disk(folder, max_bytes=max_bytes)) as disk:
         return disk.hold(keys, pinned=pinned, until=until)
 
 
@@ -366,11 +376,13 @@ def _catalogs(folder: Path, maker: Maker) -> Iterator[Catalog]:
             yield catalog
 
 
-def _disk(folder: Path, codec: str = "raw", secret: str | None = None) -> DiskStore:
+def _disk(
+    folder: Path, codec: str = "raw", secret: str | None = None, max_bytes: int | None = None
+) -> DiskStore:
     """The files; those of all codecs are counted and deleted, whatever the store's is."""
     from cached_rag.kv.disk import DiskStore  # with PyTorch, which a look around needs not
 
-    return DiskStore(folder, codec, secret=secret)
+    return DiskStore(folder, codec, secret=secret, max_bytes=max_bytes)
 
 
 def _catalog(folder: Path, model: str = "", namespace: str = "") -> Catalog:

@@ -24,6 +24,7 @@ from cached_rag.config import CODEC_NAMES, StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import codec_by_name
+from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.tiers import IsWanted, Outbox
 from cached_rag.kv.transports import Transport, open_transport, shown
 from cached_rag.kv.wire import HEADS_BYTES, Head, Sizes, Wire
@@ -47,6 +48,8 @@ _FIRST_S, _LONGEST_S = 1.0, 30.0
 # The weight of the newest measurement of a link, and how long measurements count.
 _NEWEST, _FRESH_S = 0.3, 30.0
 _THREADS = 4
+# Of a tenant, as folders of most file systems have names of 255 bytes at most.
+_LONGEST_NAME = 200
 
 
 class RemoteTier:
@@ -457,7 +460,9 @@ class Calls:
 
 def _folder(namespace: str) -> str:
     """A tenant's part of the store; a namespace of any characters becomes a safe name."""
-    return f"tenant-{quote(namespace, safe='')}" if namespace else "shared"
+    if len(name := quote(namespace, safe="")) > _LONGEST_NAME:
+        return f"hashed-{digest(namespace)}"
+    return f"tenant-{name}" if namespace else "shared"
 
 
 _OPEN: WeakSet[RemoteTier] = WeakSet()

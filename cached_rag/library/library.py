@@ -16,12 +16,12 @@ from weakref import WeakMethod
 import torch
 
 from cached_rag.config import StoreConfig
-from cached_rag.errors import ConfigError, StoreError
+from cached_rag.errors import StoreError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import CATALOG, Catalog, ChunkRecord, Maker
 from cached_rag.kv.database import BRIEFLY_S, IN_MEMORY, PATIENCE_S
 from cached_rag.kv.disk import DiskStore
-from cached_rag.kv.entries import until_when
+from cached_rag.kv.entries import check_reach, until_when
 from cached_rag.kv.holdings import Removals
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.handed_over import HandedOver
@@ -415,11 +415,7 @@ class Library:
             StoreError: the files cannot be opened or written, or there are too many pins.
         """
         self.check_kept()
-        if until is not None and self.shelf.remote is not None:
-            raise ConfigError(
-                "a time to live does not reach the remote store, from which KV would come again; "
-                "forget the texts when it is over"
-            )
+        check_reach(until, is_shared=self.shelf.remote is not None)
         return self.shelf.store.hold(self._keys(chunks), pinned=pinned, until=until)
 
     def prefetch(self, texts: Iterable[str]) -> None:

@@ -226,14 +226,11 @@ class Shelf:
         """The tier that KV comes from now, if there is any; see `Origin`."""
         with self._noting:
             ahead = self._ahead.pop(key, None)
-        return ahead or ("memory" if self._is_in_memory(key) else "disk")
+        return ahead or ("memory" if any(key in tier for tier in self.memory) else "disk")
 
     def _came_from(self, key: str, tier: str) -> None:
         with self._noting:
             self._ahead[key] = tier
-
-    def _is_in_memory(self, key: str) -> bool:
-        return any(key in tier for tier in self.memory)
 
     def read_ahead(self, source: Source) -> None:
         """Begin to read KV into the fastest memory."""
@@ -328,8 +325,7 @@ class Shelf:
     def _write(self, key: str, kv: ModuleKV, wanted: IsWanted) -> bool:
         assert self.disk is not None
         with self.spared():
-            if self._is_in_memory(key):  # else it was deleted, or is too large
-                self.disk.put(key, kv, wanted)
+            self.disk.put(key, kv, wanted)
         return True
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from cached_rag.config import DEFAULT_MODEL, MOST_PRIMERS, ModelConfig, StoreConfig
 from cached_rag.errors import IndexMismatchError, StoreError
-from cached_rag.kv.entries import until_when
+from cached_rag.kv.entries import check_reach, until_when
 from cached_rag.kv.holdings import forget, held_bytes, hold
 from cached_rag.options import check_range, check_types, require
 from cached_rag.rag.chunks import DEFAULT_EMBEDDING, Embedder, Embeddings, Reranker
@@ -284,10 +284,11 @@ class IndexFolder:
 
     def hold(self, texts: Sequence[str], *, pinned: bool | None, ttl_seconds: float | None) -> int:
         """Say how long KV of texts is kept, by whatever model; see `Engine.hold`."""
-        count, until = 0, until_when(ttl_seconds)
+        count, until, most = 0, until_when(ttl_seconds), self.store.disk_bytes
+        check_reach(until, is_shared=self._remote is not None)
         if self.loaded is not None:  # its KV may be elsewhere
             count = self.loaded.hold(texts, pinned=pinned, ttl_seconds=ttl_seconds)
-        return max(count, hold(self.path / "kv", texts, pinned=pinned, until=until))
+        return max(count, hold(self.path / "kv", texts, most, pinned=pinned, until=until))
 
     def forget_later(self, texts: Sequence[str]) -> None:
         """As `forget`; what the remote store does not delete now, the next `open` does."""

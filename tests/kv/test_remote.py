@@ -164,6 +164,13 @@ def test_codecs_and_tenants_do_not_mix(url, tiers):
     assert not fetch(tiers(url, codec="int8"), kv, namespace="a/../b %")
 
 
+def test_a_long_name_of_a_tenant_holds_up_nobody(url, tiers):
+    here, kv = tiers(url), module(6)
+    offer(here, kv, namespace="«отдел снабжения» " * 5)
+    assert fetch(tiers(url), kv, namespace="«отдел снабжения» " * 5)
+    assert here.pause_s == 0
+
+
 def test_int8_comes_back_as_the_codec_rounds_it(url, tiers):
     kv = module(5)
     offer(tiers(url, codec="int8"), kv)

@@ -114,6 +114,15 @@ def test_what_comes_from_there_is_kept_on_disk(machine, tmp_path):
         assert later.generate(PROMPT, max_tokens=1).report.modules_hit == 3
 
 
+def test_what_does_not_fit_into_memory_is_kept_on_disk_all_the_same(machine, tmp_path):
+    machine().encode(CHUNKS, context=None)
+    there = machine(path=str(tmp_path), memory_bytes=1, write_back=False)
+    there.register(CHUNKS)
+    there.generate(PROMPT, max_tokens=1)
+    there.library.shelf._to_disk.drain()
+    assert len(there.library.shelf.disk) >= 3
+
+
 def test_prefetch_brings_it_before_the_prompt(machine, monkeypatch):
     machine().encode(CHUNKS, context=None)
     there = machine()

@@ -205,6 +205,24 @@ def test_times_that_are_none_are_refused():
             StoreConfig(**wrong)
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_an_index_refuses_what_its_engine_would(tmp_path, model_folder, is_loaded):
+    (tmp_path / "a.txt").write_text(CHUNKS[0])
+    path = tmp_path / "index"
+    with CachedRAG.open(path, model_folder, dtype="float32") as rag:
+        rag.ingest(tmp_path / "a.txt")
+        (name,), size = rag.documents(), rag.engine.library.shelf.store.nbytes
+    for options, asked, error in (
+        ({"remote": f"file://{tmp_path}/far"}, {"ttl_seconds": 60}, ConfigError),
+        ({"disk_bytes": size // 4}, {"pinned": True}, StoreFullError),
+    ):
+        with CachedRAG.open(path, model_folder, dtype="float32", **options) as rag:
+            if is_loaded:
+                assert rag.engine
+            with pytest.raises(error, match="remote store|pinned KV may take"):
+                rag.hold(name.source, **asked)
+
+
 def test_documents_of_an_index(tmp_path, model_folder, clock):
     docs, texts = tmp_path / "docs", [text * 3 for text in CHUNKS[:2]]
     docs.mkdir()
