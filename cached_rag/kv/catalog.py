@@ -46,11 +46,8 @@ CREATE TABLE IF NOT EXISTS learned (
 );
 CREATE TABLE IF NOT EXISTS doomed (
     model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
-    token_ids BLOB NOT NULL, PRIMARY KEY (model, namespace, text_digest)
-);
-CREATE TABLE IF NOT EXISTS doomed_far (
-    model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
-    token_ids BLOB NOT NULL, PRIMARY KEY (model, namespace, text_digest)
+    token_ids BLOB NOT NULL, remote TEXT NOT NULL,  -- empty: from this machine
+    PRIMARY KEY (model, namespace, text_digest, remote)
 );
 CREATE TABLE IF NOT EXISTS remotes (label TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS revivals (count INTEGER NOT NULL);
@@ -65,10 +62,8 @@ CATALOG = "catalog.sqlite"
 # The tokens at a chunk's borders may differ in a prompt, because characters merge with those of the
 # neighbours. So many tokens at each end may be missing in a match.
 MAX_TRIM = 4
-# Texts whose KV has to go, from this machine and from a remote store.
-_DOOMED = ("doomed", "doomed_far")
 # Of a model that is forgotten, what texts were encoded behind is kept while KV of it has to go.
-_NEEDED = ("makers", "modules", *_DOOMED)
+_NEEDED = ("makers", "modules", "doomed")
 DROP_NEEDLESS = "DELETE FROM encodings WHERE " + " AND ".join(
     f"NOT EXISTS (SELECT 1 FROM {table} t WHERE t.model = encodings.model)" for table in _NEEDED
 )
@@ -250,9 +245,8 @@ class Catalog:
         with self.database.transaction(patience_s) as connection:
             connection.executemany(mark if learned else f"DELETE FROM learned {where}", names)
             connection.executemany(sql, rows)
-            for table in _DOOMED:
-                if connection.executemany(f"DELETE FROM {table} {where}", names).rowcount:
-                    connection.execute("UPDATE revivals SET count = count + 1")
+            if connection.executemany(f"DELETE FROM doomed {where}", names).rowcount:
+                connection.execute("UPDATE revivals SET count = count + 1")
 
     def learned(self) -> list[str]:
         """The tenant's texts that were marked so, for any model; the oldest first."""

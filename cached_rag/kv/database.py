@@ -45,7 +45,7 @@ Row = tuple[object, ...]
 # Of the names of the files that SQLite may keep.
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
 # Of the tables that this version reads and writes; a change to any of them takes the next number.
-LAYOUT = 3
+LAYOUT = 4
 # No file: what it holds is gone with it.
 IN_MEMORY = Path(":memory:")
 

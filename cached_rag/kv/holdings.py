@@ -7,8 +7,9 @@ so that it survives a kill at any point, and other processes that write. Knows n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -16,8 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from cached_rag.config import StoreConfig
-from cached_rag.errors import ConfigError, StoreError
-from cached_rag.kv.catalog import CATALOG, DROP_NEEDLESS, Catalog, Maker, inner_ids
+from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
+from cached_rag.kv.catalog import (
+    CATALOG,
+    DROP_NEEDLESS,
+    Behind,
+    Catalog,
+    ChunkRecord,
+    Maker,
+    inner_ids,
+)
 from cached_rag.kv.database import IN_MEMORY
 from cached_rag.kv.files import is_file, is_folder
 from cached_rag.kv.fingerprint import digest
@@ -27,10 +36,19 @@ if TYPE_CHECKING:
     from cached_rag.kv.kept import KeptPrompts
     from cached_rag.kv.remote import RemoteTier
 
+_log = logging.getLogger(__name__)
 # Where in a store's folder finished prompts are kept.
 FOLDER = "prompts"
 # Not if one came back and is doomed anew meanwhile: it may have new KV.
-_DONE = "WHERE model = ? AND namespace = ? AND text_digest = ? AND (SELECT count FROM revivals) = ?"
+_DONE = (
+    "WHERE model = ? AND namespace = ? AND text_digest = ? AND remote = ?"
+    " AND (SELECT count FROM revivals) = ?"
+)
+# What has gone from this machine has to go from each store that had KV of this folder.
+_OWE = (
+    "INSERT OR IGNORE INTO doomed SELECT model, namespace, text_digest, token_ids, label"
+    f" FROM doomed, remotes {_DONE}"
+)
 
 
 class _Doomed(NamedTuple):
@@ -49,20 +67,20 @@ class Removals:
         self,
         catalog: Catalog,
         delete: Callable[[str], bool],
-        delete_far: Callable[[Sequence[str]], object] | None = None,
+        remote: RemoteTier | None = None,
     ) -> None:
         """Delete nothing yet.
 
         Args:
             delete: deletes the KV of a key from this machine, and says whether there was any.
-            delete_far: deletes the KV of keys from the remote store; None if there is none. If it
-                fails, `finish_far` is to be called again.
+            remote: the remote store; None if there is none. If it fails, `finish_far` is to be
+                called again.
         """
         self._catalog, self._namespace = catalog, catalog.namespace
         self._database = catalog.database
-        self._delete, self._delete_far = delete, delete_far
+        self._delete, self._remote = delete, remote
 
-    def remove(self, text_digests: Collection[str]) -> int:
+    def remove(self, text_digests: Collection[str], records: Iterable[ChunkRecord] = ()) -> int:
         """Remove this tenant's texts, and their KV by all models; says how many KVs went here.
 
         The order survives a kill and loses no race. First the catalog says, in one transaction,
@@ -70,22 +88,28 @@ class Removals:
         the catalog forgets that it had to. Whoever puts KV into the store looks into the catalog
         when this deletion is over or has yet to come, so KV that comes too late is not kept.
 
+        Args:
+            records: those of texts that may be no modules here, and have KV in the remote store.
+
         Raises:
             StoreError: see `finish`.
         """
         try:
-            self.doom(text_digests)
+            self.doom(text_digests, records)
             return self.finish(text_digests)
         finally:
             self.finish_far()
 
-    def doom(self, text_digests: Iterable[str]) -> None:
+    def doom(self, text_digests: Iterable[str], records: Iterable[ChunkRecord] = ()) -> None:
         """Begin to remove texts: they are no modules from now on, and their KV has to go."""
+        model = self._catalog.maker.model
+        given = [(model, self._namespace, one.text_digest, one.ids) for one in records]
         rows = [(self._namespace, text_digest) for text_digest in text_digests]
         where = "FROM modules WHERE namespace = ? AND text_digest = ?"
-        columns = "model, namespace, text_digest, token_ids"
+        columns = "model, namespace, text_digest, token_ids, ''"
         with self._database.transaction() as connection:
             connection.executemany(f"INSERT OR IGNORE INTO doomed SELECT {columns} {where}", rows)
+            connection.executemany("INSERT OR IGNORE INTO doomed VALUES (?, ?, ?, ?, '')", given)
             connection.executemany(f"DELETE {where}", rows)
             connection.executemany(
                 "DELETE FROM learned WHERE namespace = ? AND text_digest = ?", rows
@@ -100,7 +124,7 @@ class Removals:
                 deleted, and the rest has to go as before.
         """
         gone: list[int] = []
-        self._finish("doomed", lambda keys: gone.append(sum(map(self._delete, keys))), text_digests)
+        self._finish("", lambda keys: gone.append(sum(map(self._delete, keys))), text_digests)
         return sum(gone)
 
     def finish_far(self) -> None:
@@ -109,34 +133,46 @@ class Removals:
         Raises:
             StoreError: as `finish`; or the remote store does not answer.
         """
-        if self._delete_far is not None:
-            self._finish("doomed_far", self._delete_far)
+        if (remote := self._remote) is not None:
+            self._finish(remote.label, partial(remote.delete, self._namespace))
+
+    def _behinds(self, model: str, remote: str) -> set[Behind]:
+        """All that texts of a model may stand behind; in a remote store, as others say, too."""
+        found = self._catalog.behinds(model)
+        if remote and self._remote is not None:
+            try:
+                found.update(self._remote.heads(self._namespace, model))
+            except CorruptBlobError as error:  # nobody finds KV by it either
+                _log.warning("KV that other machines encoded may not be deleted: %s", error)
+        return found
 
     def _finish(
         self,
-        table: str,
+        remote: str,
         delete: Callable[[Sequence[str]], object],
         text_digests: Collection[str] | None = None,
     ) -> None:
         catalog = self._catalog
-        while doomed := self._doomed(table, text_digests):
+        while doomed := self._doomed(remote, text_digests):
             models = {one.model for one in doomed}
             damage = {model: why for model in models if (why := catalog.damage(model))}
             done = [
-                (one.model, self._namespace, one.text_digest, one.revivals)
+                (one.model, self._namespace, one.text_digest, remote, one.revivals)
                 for one in doomed
                 if one.model not in damage
             ]
-            behinds = {model: catalog.behinds(model) for model in models}
-            keys = (catalog.keys_of(one.model, one.token_ids, behinds[one.model]) for one in doomed)
-            delete([*chain.from_iterable(keys)])
-            if table == "doomed":
+            with _owing(remote):
+                behinds = {model: self._behinds(model, remote) for model in models}
+                keys = (
+                    catalog.keys_of(one.model, one.token_ids, behinds[one.model]) for one in doomed
+                )
+                delete([*chain.from_iterable(keys)])
+            if not remote:
                 self._forget_kept(doomed)
             with self._database.transaction() as connection:
-                if table == "doomed" and self._database.rows("SELECT * FROM remotes"):
-                    far = f"INSERT OR IGNORE INTO doomed_far SELECT * FROM doomed {_DONE}"
-                    connection.executemany(far, done)
-                connection.executemany(f"DELETE FROM {table} {_DONE}", done)
+                if not remote:
+                    connection.executemany(_OWE, done)
+                connection.executemany(f"DELETE FROM doomed {_DONE}", done)
                 connection.execute(DROP_NEEDLESS)
             self._database.scrub()
             for why in damage.values():
@@ -155,18 +191,32 @@ class Removals:
             with self._database.transaction() as connection:
                 connection.execute("INSERT OR IGNORE INTO remotes VALUES (?)", (label,))
 
-    def _doomed(self, table: str, text_digests: Collection[str] | None) -> list[_Doomed]:
-        """Those of the tenant's texts, of these or of all, that have to go."""
+    def _doomed(self, remote: str, text_digests: Collection[str] | None) -> list[_Doomed]:
+        """Those of the tenant's texts, of these or of all, that have to go from there."""
         query = (
             "SELECT model, text_digest, token_ids, (SELECT count FROM revivals)"
-            f" FROM {table} WHERE namespace = ?"
+            " FROM doomed WHERE namespace = ? AND remote = ?"
         )
-        rows = self._database.rows(query, self._namespace)
+        rows = self._database.rows(query, self._namespace, remote)
         return [
             _Doomed(str(model), str(name), self._catalog.tokens(ids), count)
             for model, name, ids, count in rows
             if text_digests is None or name in text_digests
         ]
+
+
+@contextmanager
+def _owing(remote: str) -> Iterator[None]:
+    """Says of a remote store that fails what becomes of what it has."""
+    try:
+        yield
+    except StoreError as error:
+        if not remote:
+            raise
+        raise StoreError(
+            f"KV that was to be deleted may still be there: {error}. Delete something else, or "
+            "open the index again, when the store answers: then it goes, too"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -208,8 +258,7 @@ def forget_digests(
     if not is_file(folder / CATALOG):
         return 0
     with closing(_catalog(folder)) as catalog, closing(_disk(folder)) as disk:
-        far = None if remote is None else partial(remote.delete, "")
-        removals = Removals(catalog, disk.delete, far)
+        removals = Removals(catalog, disk.delete, remote)
         learned = catalog.learned() if text_digests else []
         if remote is not None:
             removals.note_remote(remote.label)

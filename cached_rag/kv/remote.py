@@ -213,14 +213,8 @@ class RemoteTier:
         folder = _folder(namespace)
         names = [f"{folder}/{key}.{codec}" for codec in CODEC_NAMES for key in keys]
         self._uploads.drop(names)
-        try:
-            for part in self._parts(names):
-                self._sending.ask(partial(self._transport.delete, part))
-        except StoreError as error:
-            raise StoreError(
-                f"KV that was to be deleted may still be there: {error}. Delete something else, or "
-                "open the index again, when the store answers: then it goes, too"
-            ) from error
+        for part in self._parts(names):
+            self._sending.ask(partial(self._transport.delete, part))
 
     def close(self, finish_seconds: float) -> None:
         """Send what waits, for a bounded time, and release connections."""

@@ -158,8 +158,7 @@ class Library:
     def _finished(self) -> Removals:
         """The removals of this tenant; those that were interrupted are finished."""
         remote = self.shelf.remote
-        far = None if remote is None else partial(remote.delete, self.namespace)
-        removals = Removals(self._catalog, self.shelf.delete, far)
+        removals = Removals(self._catalog, self.shelf.delete, remote)
         with self.shelf.spared():
             if remote is not None:
                 removals.note_remote(remote.label)
@@ -339,10 +338,11 @@ class Library:
             records: those of texts that may not be known here, though prompts had them.
 
         Returns:
-            How many KVs were deleted.
+            How many KVs were deleted from this machine.
 
         Raises:
-            StoreError: the files cannot be opened or written, so KV would stay there.
+            StoreError: the files cannot be opened or written, so KV would stay there; or the
+                remote store does not answer.
         """
         self.check_kept()
         if not text_digests:
@@ -361,7 +361,8 @@ class Library:
             chunks = [record for record in records if record is not None]
             self.table.discard(chunks)
         try:
-            return self._removals.remove(text_digests)
+            far = () if given is None or self.shelf.remote is None else given.values()
+            return self._removals.remove(text_digests, far)
         finally:
             self.refresh(force=True)
             self._let_go(chunks)

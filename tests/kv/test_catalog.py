@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from test_stores import key, module
@@ -114,7 +115,8 @@ def test_who_deletes_does_not_take_what_came_back_and_goes_again_for_done(catalo
 
     first.add_chunks([record(1)])
     if is_far:
-        removals = Removals(first, lambda _: False, delete)
+        far = SimpleNamespace(label="far", heads=lambda *_: [], delete=lambda _, keys: delete(keys))
+        removals = Removals(first, lambda _: False, far)
         removals.note_remote("far")
         removals.remove(["digest 1"])
     else:

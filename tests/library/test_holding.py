@@ -219,7 +219,7 @@ def test_an_index_refuses_what_its_engine_would(tmp_path, model_folder, is_loade
         with CachedRAG.open(path, model_folder, dtype="float32", **options) as rag:
             if is_loaded:
                 assert rag.engine
-            with pytest.raises(error, match="remote store|pinned KV may take"):
+            with pytest.raises(error, match=r"remote store|pinned KV may take"):
                 rag.hold(name.source, **asked)
 
 
