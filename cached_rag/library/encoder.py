@@ -138,6 +138,8 @@ class Encoder:
             order = replace(order, behinds=())
         passes = {behind: self._wanted(behind, order.records) for behind in order.behinds}
         for behind, wanted in passes.items():
+            if not wanted:  # else it is told when they are encoded
+                self.library.shelf.tell(behind)
             longest = max(wanted, key=len, default=())
             text = wanted[longest][1] if longest else ""
             check_fits(self.model, len(behind.prefix_ids), len(longest), text)

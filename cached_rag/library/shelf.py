@@ -97,9 +97,8 @@ class Shelf:
         self._ahead: LRUCache[str, str] = LRUCache(_AHEAD)
         self._noting = threading.Lock()
         self._told: set[str] = set()
-        # When to ask the remote tier again what chunks stand behind, and what it was told.
+        # When to ask the remote tier again what chunks stand behind.
         self._due = -math.inf
-        self._announced: set[EncodedAfter] = set()
 
     @contextmanager
     def spared(self) -> Iterator[None]:
@@ -156,11 +155,10 @@ class Shelf:
 
     def tell(self, behind: EncodedAfter) -> None:
         """Have other machines look for KV that was encoded behind that."""
-        if self.remote is not None and behind not in self._announced:
+        if self.remote is not None:  # which may have lost what it was told before
             with self.spared():
                 head = (behind.prefix_ids, behind.context)
                 self.remote.add_heads(self.namespace, self.fingerprint, [head])
-                self._announced.add(behind)
 
     def told(self) -> list[EncodedAfter]:
         """What other machines encode chunks behind, if it is time to ask for that.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from types import SimpleNamespace
 
@@ -102,6 +103,26 @@ def test_what_is_only_here_is_sent_when_it_is_encoded_again(machine, tmp_path):
     assert here.encode(CHUNKS, context=None).present == 3
     there.register(CHUNKS)
     assert there.generate(PROMPT, max_tokens=1).report.modules_hit == 3
+
+
+def test_heads_are_told_again_to_a_store_that_has_not_got_them(tmp_path):
+    def engine(**options):
+        return Engine(tiny_model(MODEL), StoreConfig(sequence_bytes=0, **options))
+
+    def hits():
+        with engine(remote=far) as there:
+            there.register(CHUNKS)
+            return there.generate(PROMPT, max_tokens=1).report.modules_hit
+
+    far = f"file://{tmp_path}/far"
+    with engine(path=str(tmp_path / "kv")) as alone:
+        alone.encode(CHUNKS, alone.head(HEAD, "X"))
+    with engine(path=str(tmp_path / "kv"), remote=far) as here:
+        assert here.encode(CHUNKS, here.head(HEAD, "X")).present == 3
+        assert hits() == 3
+        shutil.rmtree(tmp_path / "far")
+        here.encode(CHUNKS, here.head(HEAD, "X"))
+        assert hits() == 3
 
 
 def test_what_comes_from_there_is_kept_on_disk(machine, tmp_path):
