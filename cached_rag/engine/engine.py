@@ -328,10 +328,7 @@ class Engine:
 
             on_model_thread(locked)
 
-        summary = self._encoder.encode(order, exclusively, done, token_total)
-        if self._remote is None:
-            return summary
-        return replace(summary, unsent=self._remote.drain())
+        return self._encoder.encode(order, exclusively, done, token_total)
 
     def _asked_for(
         self,

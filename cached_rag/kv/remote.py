@@ -181,9 +181,18 @@ class RemoteTier:
         """
         self._uploads.settle(f"{_folder(namespace)}/", _LEAVING_S)
 
-    def drain(self) -> int:
-        """Wait until all that was offered is sent; says how many modules could not be."""
-        return self._uploads.drain()
+    def drain(self, namespace: str = "", keys: Collection[str] | None = None) -> int:
+        """Wait until these modules are sent, if they were offered; says how many could not be.
+
+        Args:
+            keys: None for all that were offered, by whichever tenant.
+        """
+        names = None if keys is None else {self._name(namespace, key) for key in keys}
+        return self._uploads.drain(names=names)
+
+    def miss(self, namespace: str, keys: Iterable[str]) -> None:
+        """Count modules as not sent: it is not known whether they are there."""
+        self._uploads.fail(self._name(namespace, key) for key in keys)
 
     def add_heads(self, namespace: str, model: str, heads: Iterable[Head]) -> None:
         """Say what chunks of a model stand behind, so that other machines look for them.

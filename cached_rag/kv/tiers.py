@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -311,7 +311,7 @@ class Outbox:
         self._do, self._max_bytes = work, max_bytes
         self._patience_s = self._patience_left = patience_s
         self._waiting: dict[str, tuple[Future[None], int]] = {}  # with their bytes
-        self._failed = 0
+        self._failed: set[str] = set()
         self._is_closed = False
         self._threads = ThreadPoolExecutor(_THREADS, "outbox")
         self._changed = threading.Condition()
@@ -328,7 +328,7 @@ class Outbox:
             if name in self._waiting:
                 return
             if self._is_closed or not self._has_room(kv.nbytes):
-                self._failed += 1
+                self._failed.add(name)
                 return
             future = self._threads.submit(self._work, name, kv, wanted)
             self._waiting[name] = future, kv.nbytes
@@ -351,8 +351,13 @@ class Outbox:
         finally:
             with self._changed:
                 self._waiting.pop(name, None)
-                self._failed += not is_done
+                (self._failed.discard if is_done else self._failed.add)(name)
                 self._changed.notify_all()
+
+    def fail(self, names: Iterable[str]) -> None:
+        """Count these as failed until it is done for them."""
+        with self._changed:
+            self._failed.update(names)
 
     def settle(self, begin: str, patience_s: float) -> None:
         """Return when nothing waits whose name begins so, or after so many seconds."""
@@ -363,9 +368,10 @@ class Outbox:
         with self._changed:
             self._changed.wait_for(is_over, patience_s)
 
-    def drop(self, names: Iterable[str]) -> None:
+    def drop(self, names: Collection[str]) -> None:
         """Do it for none of these; returns when it is done for those whose turn it was."""
         with self._changed:
+            self._failed.difference_update(names)
             found = {name: self._waiting[name][0] for name in names if name in self._waiting}
             under_way = [future for future in found.values() if not future.cancel()]
             for name, future in found.items():
@@ -374,20 +380,26 @@ class Outbox:
             self._changed.notify_all()
         wait(under_way, _UNDER_WAY_S)
 
-    def drain(self, patience_s: float | None = None) -> int:
+    def drain(self, patience_s: float | None = None, names: Collection[str] | None = None) -> int:
         """Wait until nothing waits.
 
         Args:
             patience_s: after so many seconds, what still waits counts as failed.
+            names: those to wait for; None for all.
 
         Returns:
-            How many modules failed since the last call.
+            How many of them failed; none is counted twice.
         """
+
+        def among(found: Collection[str]) -> set[str]:
+            return {name for name in found if names is None or name in names}
+
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting, patience_s)
-            failed, self._failed = self._failed + len(self._waiting), 0
+            self._changed.wait_for(lambda: not among(self._waiting), patience_s)
+            failed = among(self._failed) | among(self._waiting)
+            self._failed -= failed
             self._patience_left = self._patience_s
-        return failed
+        return len(failed)
 
     def close(self, patience_s: float) -> int:
         """As `drain`, then take no more and drop what still waits."""

@@ -157,12 +157,16 @@ class Encoder:
             for chunks, count in done:
                 progress(chunks, count)
         self._warn_of_lost(order)
+        seconds = time.perf_counter() - started
+        sources = [(EncodedAfter(()), behind.prefix_ids) for behind in passes]
+        sources += [(behind, record.token_ids) for behind in passes for record, _ in order.records]
         return EncodeSummary(
             encoded=len(texts),
             present=len(order.records) - len(texts) if passes else 0,
             skipped=order.skipped,
             tokens=tokens,
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
+            unsent=self.library.unsent(sources),
         )
 
     def _batches(

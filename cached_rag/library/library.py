@@ -26,7 +26,7 @@ from cached_rag.kv.holdings import Removals
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.matching import ChunkTable, EncodedAfter
-from cached_rag.library.shelf import Refuses, Shelf, Wanted, memory_tiers
+from cached_rag.library.shelf import Refuses, Shelf, Source, Wanted, memory_tiers
 
 _log = logging.getLogger(__name__)
 # Most tokens of texts that were learned from prompts. A token of a known text takes some 70 bytes.
@@ -278,13 +278,22 @@ class Library:
         if remote is None:
             return here
         keys = {ids: shelf.key(behind, ids) for ids in texts}
+        unknown = [keys[ids] for ids in here]
         with shelf.spared():
             held = remote.holds(self.namespace, keys.values())
+            unknown = []
             for ids in here:
                 if keys[ids] not in held and (kv := shelf.fetch(behind, ids)) is not None:
                     remote.offer(self.namespace, keys[ids], kv, partial(self.knows, texts[ids]))
             return here | {ids for ids, key in keys.items() if key in held}
+        remote.miss(self.namespace, unknown)
         return here
+
+    def unsent(self, sources: Iterable[Source]) -> int:
+        """Wait until KV is in the remote store, if there is one; says of how many it may not be."""
+        if (remote := self.shelf.remote) is None:
+            return 0
+        return remote.drain(self.namespace, {self.shelf.key(*source) for source in sources})
 
     def add_chunks(self, chunks: Sequence[ChunkRecord], patience_s: float = PATIENCE_S) -> None:
         """Make chunks known, so that they are found in prompts.

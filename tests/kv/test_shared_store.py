@@ -357,6 +357,18 @@ def test_ingestion_says_what_it_could_not_send(server, tmp_path, monkeypatch):
         assert engine.library.shelf.remote.holds("", keys) == keys
 
 
+def test_each_call_counts_what_it_could_not_send_or_compare(monkeypatch):
+    monkeypatch.setattr(remote, "_FIRST_S", 60.0)
+    store = StoreConfig(remote="redis://127.0.0.1:1/0", sequence_bytes=0, finish_seconds=0)
+    with Engine(tiny_model(MODEL), store) as engine, engine.tenant("other") as other:
+        assert engine.encode(CHUNKS, context=None).unsent == 4  # with that of BOS
+        assert engine.encode(CHUNKS, context=None).unsent == 3
+        tier, (kv, *_) = engine.library.shelf.remote, engine.library.shelf.memory[0].held.values()
+        tier.offer("", "of another call", kv)
+        assert other.encode(CHUNKS, context=None).unsent == 4
+        assert tier.drain() == 1
+
+
 def test_a_deletion_that_failed_there_survives_commands_without_the_store(
     machine, server, tmp_path
 ):
