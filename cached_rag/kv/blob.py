@@ -26,10 +26,8 @@ from cached_rag.kv.codecs import Codec, KeysAndValues, Tensors
 from cached_rag.kv.layers import Ragged, stacks_of
 from cached_rag.kv.tensor_file import TensorFile
 
-_IDS, _CHANGE = "token_ids", "change"
+_IDS, _CHANGE, _SIGNER = "token_ids", "change", "signer"
 _DAMAGED = "its content does not match its checksum"
-# A layer's BLAKE2b has twice the digits of its xxh3-64, so a header tells whether it is signed.
-_SIGNED_DIGITS = 32
 SIGNED = (
     "this KV is signed, and there is no signing_key here to check it with; it is kept. Set "
     "signing_key (CACHED_RAG_SIGNING_KEY) to use it"
@@ -40,8 +38,14 @@ _UNSIGNED = (
 )
 
 
+_OTHER = (
+    "this KV is signed with another signing_key than the one here, so it is not used; it is kept "
+    "until its text is encoded again. Set the signing_key that it was encoded with to use it"
+)
+
+
 class SigningError(StoreError):
-    """KV is signed and this process has no key, or it is not signed and this process has one."""
+    """KV is not signed as this process does it: with its key, or not at all if it has none."""
 
 
 def write_blob(
@@ -83,6 +87,8 @@ def contents(
         "start": str(kv.start),
         "dtype": str(kv.keys.dtype).removeprefix("torch."),
     }
+    if secret:
+        header[_SIGNER] = signer_name(secret)
     if isinstance(kv.keys, Ragged):
         header["places"] = json.dumps(kv.keys.places)
     if (change := kv.change) is not None:
@@ -109,7 +115,7 @@ def open_blob(
 
     Raises:
         CorruptBlobError: damaged, or not what it should be. The file is left as it is.
-        SigningError: it is signed and there is no secret, or the other way round.
+        SigningError: it is not signed with this secret, or signed and there is none.
         StoreError: it cannot be read now; nothing is known about its content.
     """
     with _judged(str(path)):
@@ -120,15 +126,11 @@ def open_blob(
     return opened(file, str(path), key, token_ids, codec, expected, secret)
 
 
-def is_signed(path: Path) -> bool | None:
-    """Whether a file is signed, by its header alone; None if that cannot be told."""
-    with suppress(OSError, ValueError, KeyError):
-        return _is_signed(TensorFile.at(path).header)
+def signer_of(path: Path) -> str | None:
+    """The `signer_name` that a file's header says; None if that cannot be told."""
+    with suppress(OSError, ValueError):
+        return TensorFile.at(path).header.get(_SIGNER, "")
     return None
-
-
-def _is_signed(header: Mapping[str, str]) -> bool:
-    return len(header["layers"].partition(",")[0]) == _SIGNED_DIGITS
 
 
 def opened(
@@ -150,8 +152,9 @@ def opened(
         header = file.header
         if header.get("key") != key or header.get("codec") != codec.name:
             raise CorruptBlobError(_message(name, "it belongs to another module or codec"))
-        if expected is not None and _is_signed(header) != bool(secret):
-            raise SigningError(_UNSIGNED if secret else SIGNED)
+        signer = header.get(_SIGNER, "")
+        if expected is not None and signer != signer_name(secret):
+            raise SigningError(SIGNED if not secret else _OTHER if signer else _UNSIGNED)
         ids = file.read(_IDS)
         layouts = {n: (at.dtype, at.shape) for n, at in file.layouts.items() if n != _IDS}
         if expected is not None and _checksum(header, layouts, ids, secret) != expected:

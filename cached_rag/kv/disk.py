@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError
-from cached_rag.kv.blob import SIGNED, SigningError, StoredKV, is_signed, open_blob, write_blob
+from cached_rag.kv.blob import (
+    SIGNED,
+    SigningError,
+    StoredKV,
+    open_blob,
+    signer_name,
+    signer_of,
+    write_blob,
+)
 from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.database import BRIEFLY_S, Problem
@@ -46,7 +54,8 @@ class DiskStore(Listed):
 
         Args:
             secret: signs files; files without this signature are not used. None for checksums.
-                Unsigned files are then replaced by signed ones, but signed ones never by unsigned.
+                Unsigned files, and those of another secret, are replaced by signed ones, but signed
+                ones never by unsigned.
         """
         self.path = Path(os.path.abspath(path))  # the process may change its folder
         self.codec = codec_by_name(codec)
@@ -72,13 +81,13 @@ class DiskStore(Listed):
         return entry is not None and self._is_usable(entry) and is_file(self._file(entry))
 
     def _is_usable(self, entry: Entry) -> bool:
-        """Whether a file is signed where there is a secret, and is not where there is none."""
+        """Whether a file is signed with the secret, or with none where there is none."""
         is_usable = self._usable.get(entry.name)
         if is_usable is None:
-            found = is_signed(self._file(entry))
+            found = signer_of(self._file(entry))
             if found is None:  # a reader will judge
                 return True
-            is_usable = self._usable[entry.name] = found == bool(self._secret)
+            is_usable = self._usable[entry.name] = found == signer_name(self._secret)
         return is_usable
 
     def sizes(self) -> dict[str, int]:

@@ -203,10 +203,9 @@ def test_the_whole_header_is_signed(store, other, was, now):
         other.open(key(1), module(1).token_ids)
 
 
-@pytest.mark.parametrize("mine", [None, KEY])
+@pytest.mark.parametrize(("mine", "theirs"), [(None, KEY), (KEY, None), (KEY, KEY[::-1] + "x")])
 @pytest.mark.parametrize("way", ["get", "open"])
-def test_kv_that_is_signed_otherwise_is_kept_and_not_called_damaged(tmp_path, mine, way):
-    theirs = KEY if mine is None else None
+def test_kv_that_is_signed_otherwise_is_kept_and_not_called_damaged(tmp_path, mine, theirs, way):
     kv = module(1)
     with closing(DiskStore(tmp_path, secret=theirs)) as writer:
         writer.put(key(1), kv)
