@@ -134,17 +134,17 @@ class RemoteTier:
         return found, problems
 
     def holds(self, namespace: str, keys: Collection[str]) -> set[str]:
-        """Those of these keys that it has; values that were found to be damaged do not count.
+        """Those of these keys that it has; damaged values, and another signer's, do not count.
 
         Raises:
             StoreError: as `fetch`.
         """
         names = {self._name(namespace, key): key for key in keys}
         asked = self._unknown(names)
-        there: list[bool] = []
+        begins, mark = list[bytes | None](), self._wire.mark
         for part in self._parts(asked):
-            there += self._reading.ask(partial(self._transport.has, part))
-        found = dict(zip(asked, there, strict=True))
+            begins += self._reading.ask(partial(self._transport.begin, part, len(mark)))
+        found = {name: data == mark for name, data in zip(asked, begins, strict=True)}
         self._note(self._missing, [name for name, is_there in found.items() if not is_there])
         return {names[name] for name, is_there in found.items() if is_there}
 

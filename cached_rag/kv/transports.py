@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 from cached_rag.errors import ConfigError, needs_extra
@@ -39,7 +40,7 @@ class Transport(Protocol):
 
     Attributes:
         label: the address without passwords, for messages.
-        batch: how many names `has` and `delete` take at most.
+        batch: how many names `begin` and `delete` take at most.
     """
 
     label: str
@@ -52,8 +53,8 @@ class Transport(Protocol):
             most_bytes: as much is taken of each blob; of a longer one, its beginning.
         """
 
-    def has(self, names: Sequence[str]) -> list[bool]:
-        """Whether there are blobs of these names. All in one round trip."""
+    def begin(self, names: Sequence[str], size: int) -> list[bytes | None]:
+        """As `get`, but only the first bytes of each blob."""
 
     def put(self, name: str, data: bytes) -> None:
         """Keep a blob, in place of any of the same name."""
@@ -134,9 +135,9 @@ class ObjectBlobs:
         """See `Transport`."""
         return list(self._threads.map(self._get, names, most_bytes))
 
-    def has(self, names: Sequence[str]) -> list[bool]:
+    def begin(self, names: Sequence[str], size: int) -> list[bytes | None]:
         """See `Transport`."""
-        return list(self._threads.map(self._has, names))
+        return list(self._threads.map(partial(self._begin, size), names))
 
     def put(self, name: str, data: bytes) -> None:
         """See `Transport`."""
@@ -164,9 +165,9 @@ class ObjectBlobs:
         if not self._closed.done():
             self._closed.set_result(None)
 
-    def _get(self, name: str, most_bytes: int) -> bytes | None:
+    def _get(self, name: str, most_bytes: int, options: Any = None) -> bytes | None:
         try:
-            found = self._store.get(name)  # a range of an empty object would be an error
+            found = self._store.get(name, options=options)
         except FileNotFoundError:  # obstore's NotFoundError is one
             return None
         data = bytearray()
@@ -176,12 +177,13 @@ class ObjectBlobs:
                 raise OSError(f"it sends more than the {most_bytes} bytes that it was asked for")
         return bytes(data)
 
-    def _has(self, name: str) -> bool:
+    def _begin(self, size: int, name: str) -> bytes | None:
         try:
-            self._store.head(name)
-        except FileNotFoundError:
-            return False
-        return True
+            return self._get(name, size, {"range": (0, size)})
+        except Exception:
+            if self._store.head(name)["size"]:
+                raise
+            return b""  # of an empty object a range is an error
 
     def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -266,12 +268,9 @@ class RedisBlobs:
             del _expected.nbytes
         return [data or None for data in found]  # it says nothing of what it does not have
 
-    def has(self, names: Sequence[str]) -> list[bool]:
+    def begin(self, names: Sequence[str], size: int) -> list[bytes | None]:
         """See `Transport`."""
-        with self._client.pipeline(transaction=False) as pipe:
-            for name in _prefixed(names):
-                pipe.exists(name)
-            return [bool(count) for count in _replies(pipe, int, len(names))]
+        return self.get(names, [size] * len(names))
 
     def put(self, name: str, data: bytes) -> None:
         """See `Transport`."""

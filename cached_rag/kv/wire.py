@@ -1,8 +1,8 @@
 """A module, or a list of heads, as one value in a remote store. Untrusted until it is checked.
 
-A value begins with a mark and a tag. The tag covers the value's name and all of its bytes, so that
-a value that was damaged or stored under another name is noticed. With a key it is a MAC
-(BLAKE2b), which nobody can make who has not the key; without, a checksum (XXH3).
+A value begins with a mark, which says who signed it, and a tag. The tag covers the value's name and
+all of its payload, so that a value that was damaged or stored under another name is noticed. With a
+key it is a MAC (BLAKE2b), which nobody can make who has not the key; without, a checksum (XXH3).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from safetensors.torch import save
 
 from cached_rag.errors import CorruptBlobError
-from cached_rag.kv.blob import contents, hasher, opened
+from cached_rag.kv.blob import contents, hasher, opened, signer_name
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import GROUP, Codec
 from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.tensor_file import TensorFile
 
-_MARK = b"cachedrag1"
-_TAG_BYTES = 16
+_MARK = b"cachedrag2"
+_TAG_BYTES = 16  # and as many of the signer's name
 # Bounds on what is read: a value's header, the name of a context, and the list of heads, of which
 # the latest count.
 _HEADER_BYTES, _LONGEST_NAME = 1 << 16, 100
@@ -83,6 +83,11 @@ class Wire:
     codec: Codec
     secret: bytes = field(default=b"", repr=False)
     sizes: Sizes | None = None
+
+    @property
+    def mark(self) -> bytes:
+        """What values begin with that may be used."""
+        return _mark(self.secret)
 
     def pack(self, name: str, key: str, kv: ModuleKV) -> bytes:
         """A module as a value.
@@ -150,17 +155,24 @@ def _head(ids: object, context: object) -> Head:
 
 
 def _sealed(name: str, payload: bytes, secret: bytes) -> bytes:
-    return b"".join((_MARK, _tag(name, payload, secret), payload))
+    return b"".join((_mark(secret), _tag(name, payload, secret), payload))
+
+
+def _mark(secret: bytes) -> bytes:
+    return _MARK + bytes.fromhex(signer_name(secret)).ljust(_TAG_BYTES, b"\0")
 
 
 def _unsealed(name: str, data: bytes, secret: bytes) -> memoryview:
-    begin = len(_MARK) + _TAG_BYTES
+    mark = _mark(secret)
+    begin = len(mark) + _TAG_BYTES
     payload = memoryview(data)[begin:]
     if data[: len(_MARK)] != _MARK:
         raise _corrupt(name, "it is none of this library's")
-    if not hmac.compare_digest(data[len(_MARK) : begin], _tag(name, payload, secret)):
-        signed = " or was signed with another key" if secret else ""
-        raise _corrupt(name, f"its content does not match its checksum{signed}")
+    if data[: len(mark)] != mark:
+        why = "not signed with signing_key" if secret else "signed, and no signing_key is set here"
+        raise _corrupt(name, f"it is {why}")
+    if not hmac.compare_digest(data[len(mark) : begin], _tag(name, payload, secret)):
+        raise _corrupt(name, "its content does not match its checksum")
     return payload
 
 

@@ -243,6 +243,10 @@ def test_only_what_is_signed_with_the_key_is_used_and_the_rest_is_left_there(url
     kv, mine = module(40), "k" * 32
     offer(tiers(url), kv)
     there = tiers(url, secret=mine)
+    there._transport.put(there._name("", key(41)), b"")
+    assert there.holds("", [key(40), key(41), key(42)]) == set()
+    there._missing.clear()
+    assert tiers(url).holds("", [key(40)]) == {key(40)}
     assert not fetch(there, kv)
     assert there.holds("", [key(40)]) == set()  # so that it is sent again
     assert fetch(tiers(url), kv)
