@@ -34,10 +34,10 @@ def full(index, monkeypatch):
     """A disk where no database can be written until a file of KV is gone."""
     doom, files = Removals.doom, num_files(index)
 
-    def doomed(self, digests):
+    def doomed(self, *given):
         if num_files(index) == files:
             raise StoreFullError("no room")
-        doom(self, digests)
+        doom(self, *given)
 
     monkeypatch.setattr(Removals, "doom", doomed)
 

@@ -182,7 +182,7 @@ def test_a_remote_store_spares_workers_the_folder(opened, docs, tmp_path, monkey
     assert rows(rag) == rows(alone)
     answer = rag.ask("Why does copper turn green in the air?", k=3, max_tokens=8)
     assert answer.report.modules_missed == 0
-    monkeypatch.setattr(RemoteTier, "drain", lambda _: 2)
+    monkeypatch.setattr(RemoteTier, "drain", lambda *_: 2)
     with pytest.raises(StoreError, match="KVs could not be sent"):
         ingest(rag, docs, ray=Here())
 
