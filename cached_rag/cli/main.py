@@ -9,7 +9,8 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from io import TextIOWrapper
+from contextlib import suppress
+from io import TextIOWrapper, UnsupportedOperation
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -150,7 +151,8 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):  # a code page may lack what an answer has
             stream.reconfigure(errors="replace")
     if isinstance(sys.stdin, TextIOWrapper):  # a question that is no text is refused as one
-        sys.stdin.reconfigure(errors="surrogateescape")
+        with suppress(UnsupportedOperation):  # it is in use
+            sys.stdin.reconfigure(errors="surrogateescape")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         require(sys.stdout is not None, "standard output is closed; send it to a file or /dev/null")
