@@ -137,7 +137,11 @@ class MissingPackageError(CachedRAGError, ImportError):
             extra: the extra of this library that brings them.
             error: the failed import.
         """
-        super().__init__(
+        super().__init__(what, extra, error)  # by which another process makes it anew
+
+    def __str__(self) -> str:
+        what, extra, error = self.args
+        return (
             f"{what} needs more packages ({error}); install them: "
             f'pip install -e ".[{extra}]" in a checkout of Cached RAG'  # which is on no index
         )

@@ -115,7 +115,7 @@ def resolve(name: str) -> ModelSource:
     alias = ALIASES.get(name)
     if alias is not None:
         return _packaged(alias) or ModelSource(alias.hub_id, False, "")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # as it is if there is no such user
     try:
         is_file, is_folder = path.is_file(), path.is_dir()
         is_gguf = is_file and _begins_as_gguf(path)
@@ -328,7 +328,10 @@ def cache_dir() -> Path:
 
 
 def _cache_path() -> Path:
-    return Path(os.environ.get("CACHED_RAG_CACHE") or user_cache_path("cached-rag"))
+    try:
+        return Path(os.environ.get("CACHED_RAG_CACHE") or user_cache_path("cached-rag"))
+    except RuntimeError as error:  # this user has no home
+        raise ModelError(f"{error}; set CACHED_RAG_CACHE to a folder for this library") from error
 
 
 @contextmanager

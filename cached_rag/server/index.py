@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -177,5 +178,5 @@ def sources(hits: Sequence[Hit]) -> list[Json]:
 
 def public_name(name: str) -> str:
     """A model's name without the folders above it, if it is a path."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return path.resolve().name if path.exists() else name

@@ -32,7 +32,7 @@ from cached_rag.backends.transformers.gguf_rope import refuse_scaling, set_rotat
 from cached_rag.backends.transformers.packing import densify
 from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.engine.resources import load_backend
-from cached_rag.errors import ModelError
+from cached_rag.errors import ModelError, ModelNotFoundError
 
 
 @pytest.fixture(scope="module")
@@ -384,6 +384,15 @@ def test_what_transformers_cannot_describe_is_left_to_llama_cpp(tmp_path):
 def test_the_window_of_phi_3_is_kept(window, tmp_path):
     model = load_model(str(write_gguf(tmp_path / "tiny.gguf", kind="phi3", window=window)))
     assert model.decoder.windows == (window or None,) * 2
+
+
+def test_who_has_no_home_is_told_what_to_set(file, monkeypatch):
+    monkeypatch.delenv("CACHED_RAG_CACHE", raising=False)
+    monkeypatch.setattr(resolve, "user_cache_path", Mock(side_effect=RuntimeError("no home")))
+    with pytest.raises(ModelError, match="no home; set CACHED_RAG_CACHE"):
+        load_model(str(file))
+    with pytest.raises(ModelNotFoundError, match="no model folder at ~nosuchuser"):
+        load_model("~nosuchuser/model")
 
 
 def test_a_cache_directory_that_cannot_be_written_is_named(file, tmp_path, monkeypatch):

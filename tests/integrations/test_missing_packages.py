@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cached_rag import CachedRAG, CachedRAGError, Embedder
-from cached_rag.errors import MissingPackageError
+from cached_rag.errors import BusyError, MissingPackageError, PMLError
 from cached_rag.evaluation.summary import new_figure
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,14 @@ def test_embeddings_name_their_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(MissingPackageError, match=r"embedding texts.*\[rag\]"):
         Embedder().embed(["copper"])
+
+
+def test_errors_are_the_same_in_another_process():
+    missing = MissingPackageError("a plot", "bench", ImportError("no matplotlib"))
+    for error in (missing, PMLError("a tag", (2, 3), "a.pml"), BusyError("later", 2.0)):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again)) == (type(error), str(error))
+        assert vars(again) == vars(error)
 
 
 def test_a_plot_names_its_extra(monkeypatch):

@@ -307,7 +307,7 @@ def merge_adapter(model: Any, name: str) -> Any:
 
 def _folder(name: str) -> Path:
     """The adapter's folder, with all that an adapter needs in it."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
         try:
             folder = Path(snapshot_download(name, allow_patterns=[_CONFIG, *_WEIGHTS]))

@@ -102,8 +102,10 @@ def examine(model: Any, lean: LeanModel | None = None) -> Examined:
             f"that they see by an index of their own. {REMEDY}"
         )
     attention.register()
-    if model.config._attn_implementation not in _IN_FP32:
-        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    is_capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if is_capped or model.config._attn_implementation not in _IN_FP32:
+        # Before transformers 5.21 it leaves out Gemma 2's bound of scores.
+        model.set_attn_implementation("sdpa" if model._supports_sdpa and not is_capped else "eager")
     forget_lengths(model)
     convolve_rows(one.module for one in decoder_layers(model) if one.kind == CONVOLUTION)
     shapes, stateful = kv_shapes(model, _probe_ids(model)[:, :2])
