@@ -123,7 +123,7 @@ SETTINGS = [
     {"max_tokens": 40, "temperature": 2.0, "top_k": 5, "top_p": 0.9, "seed": 4},
 ]
 # One of each kind of layers; of all families `test_step.py` takes several tokens in a step.
-KINDS = ("llama", "gpt2", "gptj", "lfm2")
+KINDS = ("llama", "gpt2", "cohere", "lfm2")
 BACKENDS = [*map(tiny_model, KINDS), Plain(tiny_model("llama"), can_append=True)]
 
 

@@ -11,7 +11,7 @@ from cached_rag.library.sequences import MIN_SHARED
 
 FAST = sorted(f for f in FAMILIES if tiny_model(f).can_batch)
 # One of each kind of layers; each family moves keys in `tests/backends/test_exactness.py`.
-MOVED = ("llama", "gptj", "gemma3", "gemma4", "lfm2", "llama4", "gpt_oss")
+MOVED = ("llama", "cohere", "gemma3", "gemma4", "lfm2", "llama4", "gpt_oss")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
