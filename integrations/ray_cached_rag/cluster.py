@@ -219,7 +219,7 @@ class Worker:
                 _hide_gpus_of_others()
                 self._worker = self._recipe.open()
             return self._worker.prepare(tasks)
-        except MissingPackageError as error:  # cannot be sent to another process as it is
+        except MissingPackageError as error:  # which are not missing here
             return ClusterError(f"a worker lacks packages: {error}")
         except CachedRAGError as error:
             return error
