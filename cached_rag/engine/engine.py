@@ -420,13 +420,7 @@ class Engine:
         if self._resources.learning.recurring is not None:
             self._resources.learning.recurring.clear()
         self.library.refresh()
-        try:
-            return self.library.remove({digest(text.strip()) for text in texts}, records)
-        finally:
-            if (archive := self._resources.archive) is not None:  # also what was never known
-                for one in records:
-                    ids = inner_ids(one.token_ids)
-                    archive.forget(self.settings.namespace, one.text_digest, ids)
+        return self.library.remove({digest(text.strip()) for text in texts}, records)
 
     def hold(
         self,

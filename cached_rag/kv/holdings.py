@@ -89,7 +89,8 @@ class Removals:
         when this deletion is over or has yet to come, so KV that comes too late is not kept.
 
         Args:
-            records: those of texts that may be no modules here, and have KV in the remote store.
+            records: those of texts that may be no modules here, though the remote store has KV of
+                them, or finished prompts left some.
 
         Raises:
             StoreError: see `finish`.

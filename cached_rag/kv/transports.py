@@ -180,10 +180,8 @@ class ObjectBlobs:
     def _begin(self, size: int, name: str) -> bytes | None:
         try:
             return self._get(name, size, {"range": (0, size)})
-        except Exception:
-            if self._store.head(name)["size"]:
-                raise
-            return b""  # of an empty object a range is an error
+        except Exception:  # of an empty object a range is an error, as it is to plain servers
+            return bytes(next(iter(self._store.get(name)), b""))[:size]
 
     def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):

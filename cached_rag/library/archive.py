@@ -229,14 +229,6 @@ class PromptArchive:
                 if one.namespace == namespace and one.find(text_digest, token_ids) is not None:
                     self._waiting.pop(one, None)
 
-    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
-        """Delete all prompts with a text from disk.
-
-        Raises:
-            StoreError: they cannot be deleted.
-        """
-        self._kept.forget(namespace, text_digest, token_ids)
-
 
 @contextmanager
 def _logged() -> Iterator[None]:

@@ -32,7 +32,7 @@ from cached_rag.kv.fingerprint import digest, ids_digest
 from cached_rag.library.encode import primer
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.matching import EncodedAfter, Heads, Match, Recurring
-from cached_rag.library.plan import Plan, is_before
+from cached_rag.library.plan import Placement, Plan, is_before
 
 _log = logging.getLogger(__name__)
 _CAPACITY = 256
@@ -115,16 +115,18 @@ class Learning:
         if self.write_back is None:
             return
         self._offer_chunks(tokens, plan)
-        shelf = self.library.shelf
         for place in plan.placements:
-            if place.source is None:
-                continue
-            is_near = isinstance(place.kv, ModuleKV) and (
-                place.origin.tier != "memory" or shelf.key(*place.source) in shelf.memory[0]
-            )
-            if not is_near:
-                fetch = partial(shelf.fetch, *place.source)
+            if place.source is not None and not self._is_near(place, *place.source):
+                fetch = partial(self.library.shelf.fetch, *place.source)
                 self.write_back.offer(place.source, fetch, lasts=False)
+
+    def _is_near(self, place: Placement, behind: EncodedAfter, token_ids: Sequence[int]) -> bool:
+        """Whether KV that was used is where it is fastest to have, as far as there is room."""
+        shelf = self.library.shelf
+        if not isinstance(place.kv, ModuleKV):
+            return False
+        is_first = place.origin.tier != "memory" or len(shelf.memory) < 2
+        return is_first or shelf.key(behind, token_ids) in shelf.memory[0]
 
     def _offer_chunks(self, tokens: Tokens, plan: Plan) -> None:
         """Offer to encode chunks that had no KV, and the head if it recurs."""

@@ -370,8 +370,7 @@ class Library:
             chunks = [record for record in records if record is not None]
             self.table.discard(chunks)
         try:
-            far = () if given is None or self.shelf.remote is None else given.values()
-            return self._removals.remove(text_digests, far)
+            return self._removals.remove(text_digests, (given or {}).values())
         finally:
             self.refresh(force=True)
             self._let_go(chunks)
