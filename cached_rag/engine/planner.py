@@ -89,7 +89,8 @@ class TextPlanner:
         has_strays = len(aligned) < len(found)
         if not takes_any:
             chunks = tuple((match.chunk.text_digest, match.end) for match in aligned)
-            none = Plan((), tuple(aligned), len(tokens), chunks, None, False, has_strays)
+            none = Plan((), tuple(aligned), len(tokens), chunks, looks_for_kv=False)
+            none = replace(none, has_strays=has_strays)
             return lambda report, *, lazy: (tokens, none)
         clock = Clock()
         notes = [*notes, *self._bring(tokens, aligned)]

@@ -12,6 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from traceback import format_exception
 from types import SimpleNamespace
 
@@ -584,3 +586,16 @@ def test_a_forked_child_asks_nothing_and_waits_for_nothing(redis_at, tiers):
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert fetch(tier, kv)
+
+
+def test_a_server_without_ranges_says_what_it_has(tmp_path):
+    """As Python's own, which sends whole files whatever is asked for."""
+    for name, data in (("full", b"cachedrag and more"), ("empty", b"")):
+        (tmp_path / name).write_bytes(data)
+    plain = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), plain) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        blobs = open_transport(f"http://127.0.0.1:{server.server_port}", 10.0)
+        assert blobs.begin(["full", "empty", "none"], 9) == [b"cachedrag", b"", None]
+        blobs.close()
+        server.shutdown()
