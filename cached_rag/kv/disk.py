@@ -69,12 +69,8 @@ class DiskStore(Listed):
         """Whether the folder was removed and made anew by others, who do not see this store."""
         return self._database.is_replaced()
 
-    def close(self) -> None:
-        """Write down which entries were used lately, and close the index."""
-        self._entries.close()
-
     def __len__(self) -> int:
-        return sum(entry.codec == self.codec.name for entry in self._entries.all())
+        return sum(entry.codec == self.codec.name for entry in self._all())
 
     def __contains__(self, key: str) -> bool:
         entry = self._entry(key)
@@ -89,10 +85,6 @@ class DiskStore(Listed):
                 return True
             is_usable = self._usable[entry.name] = found == signer_name(self._secret)
         return is_usable
-
-    def sizes(self) -> dict[str, int]:
-        """By key, the bytes of its files in all codecs."""
-        return self._entries.sizes()
 
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """The module, read from its file and checked; see `KVStore.get`."""
@@ -151,37 +143,30 @@ class DiskStore(Listed):
         path = self._file(entry)
         make_folder(path.parent)
         if self.max_bytes is not None:
-            self._entries.flush()
+            self._flush()
         try:
-            with self._database.transaction() as connection:
+            with self._database.transaction():
                 if not wanted():
                     return
                 replaced = self._entry(entry.key)
                 if replaced and not self._secret and not self._is_usable(replaced):
                     raise SigningError(SIGNED)
-                gone = self._entries.put(connection, entry, self.max_bytes, until)
+                gone = self._add(entry, until)
                 os.replace(draft, path)
-                self._unlink(gone)
+                self._discard(gone)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-
-    def delete(self, key: str) -> bool:
-        """Delete a key's files of all codecs; says whether there was any."""
-        with self._database.transaction() as connection:
-            gone = self._entries.delete(connection, key)
-            self._unlink(gone)
-        return bool(gone)
 
     def check(self) -> list[Problem]:
         """Read the index and every file; report damage, missing files and litter."""
         problems = self._database.check({})
         try:
-            for entry in self._entries.all():
+            for entry in self._all():
                 problems += self._problems(entry)
             with self._settled():
                 litter, strange = self._litter()
-                if self._entries.are_miscounted():
+                if self._is_miscounted():
                     reason = "its totals are not what its files add up to; prune the store"
                     problems.append(Problem(_INDEX, reason))
             with self._drafts.abandoned() as drafts:
@@ -200,7 +185,7 @@ class DiskStore(Listed):
         except CachedRAGError as error:
             reason = str(error)
         with self._settled():  # or was it removed meanwhile?
-            is_kept = self._entries.find(entry.key, entry.codec) == entry
+            is_kept = self._entry(entry.key, entry.codec) == entry
         return [Problem(entry.key, reason)] if is_kept else []
 
     def prune(self, max_bytes: int | None = None) -> tuple[int, int]:
@@ -211,19 +196,18 @@ class DiskStore(Listed):
         Returns:
             How many files went, and their bytes.
         """
-        self._entries.flush()
-        evicted: list[Entry] = []
+        self._flush()
         with self._drafts.abandoned() as drafts:
             sizes = _removed(drafts)
-        with self._database.transaction() as connection:
+        with self._database.transaction():
             sizes += _removed(self._litter()[0])
-            missing = [one for one in self._entries.all() if not is_file(self._file(one))]
-            self._entries.remove(connection, missing)
-            self._entries.recount(connection)
-            evicted = self._entries.over(connection)
-            for pinned in (False, True) if max_bytes is not None else ():
-                evicted += self._entries.evict(connection, max_bytes or 0, pinned=pinned)
-            self._unlink(evicted)
+            self._take_out_these(one for one in self._all() if not is_file(self._file(one)))
+            self._recount()
+            evicted = self._take_out_over()
+            if max_bytes is not None:
+                for pinned in (False, True):
+                    evicted += self._evict(max_bytes, pinned=pinned)
+            self._discard(evicted)
         return len(sizes) + len(evicted), sum(sizes) + sum(entry.nbytes for entry in evicted)
 
     def _settled(self) -> AbstractContextManager[object]:
@@ -232,7 +216,7 @@ class DiskStore(Listed):
 
     def _litter(self) -> tuple[list[Path], list[Path]]:
         """Files without a row; and links, folders and whatever else no store has put there."""
-        known = {self._file(entry) for entry in self._entries.all()}
+        known = {self._file(entry) for entry in self._all()}
         litter: list[Path] = []
         strange: list[Path] = []
         for shard in _inside(self.path / "blobs"):
@@ -251,12 +235,12 @@ class DiskStore(Listed):
     def _drop(self, entry: Entry) -> None:
         """Delete one file, but none that has replaced it; if that fails, it stays for now."""
         try:
-            with self._database.transaction(BRIEFLY_S) as connection:
-                self._unlink(self._entries.remove(connection, [entry]))
+            with self._database.transaction(BRIEFLY_S):
+                self._discard(self._take_out_these([entry]))
         except StoreError as error:
             _log.info("the KV %s stays for now: %s", entry.key, error)
 
-    def _unlink(self, entries: Iterable[Entry]) -> None:
+    def _discard(self, entries: Iterable[Entry]) -> None:
         for entry in entries:
             self._usable.pop(entry.name, None)
             _unlink([self._file(entry)])

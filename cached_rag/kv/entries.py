@@ -22,8 +22,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
-from sqlite3 import Connection
 
 from cached_rag.errors import ClosedError, ConfigError, StoreError, StoreFullError
 from cached_rag.kv.database import BRIEFLY_S, Database
@@ -62,7 +62,7 @@ CREATE TRIGGER IF NOT EXISTS moved AFTER UPDATE OF pinned, is_main ON files BEGI
 END;
 """
 _COUNTED = "SELECT pinned, is_main, count(*), sum(nbytes) FROM files GROUP BY 1, 2"
-_SELECT = "SELECT key, codec, name, nbytes, checksum FROM files"
+_ENTRY = "key, codec, name, nbytes, checksum"
 # The small queue's share of the room, and the most uses that count.
 _SMALL_SHARE, _MOST_USES = 0.1, 3
 # What pins may take of the room: the rest is for everybody.
@@ -125,240 +125,99 @@ class Entry:
             raise TypeError("a row has no size")
 
 
-class Entries:
-    """The table in an index file. Methods that take a connection belong in a transaction."""
-
-    def __init__(self, path: Path) -> None:
-        self.database = Database(path, _SCHEMA)
-        self._used = Counter[tuple[str, str]]()
-        self._uses = 0
-        self._lock = threading.Lock()
-
-    def close(self) -> None:
-        """Write down which entries were used lately, and close the file."""
-        self.flush()
-        self.database.close()
-
-    def nbytes(self, where: str = "1", *parameters: object, table: str = "totals") -> int:
-        """Bytes of all files, or of some queues; from the other table, of any."""
-        query = f"SELECT coalesce(sum(nbytes), 0) FROM {table} WHERE {where}"
-        (total,) = self.database.read(int, query, *parameters)
-        return total
-
-    def recount(self, connection: Connection) -> None:
-        """Mend totals that are damaged."""
-        connection.execute("DELETE FROM totals")
-        connection.execute(f"INSERT INTO totals {_COUNTED}")
-
-    def are_miscounted(self) -> bool:
-        """Whether totals are damaged; to be asked while nobody writes."""
-        queries = ("SELECT * FROM totals WHERE count OR nbytes", _COUNTED)
-        kept, counted = (self.database.rows(f"{query} ORDER BY 1, 2") for query in queries)
-        return kept != counted
-
-    def sizes(self) -> dict[str, int]:
-        """By key, the bytes of its files in all codecs that are not over."""
-        query = "SELECT key, sum(nbytes) FROM files WHERE until > ? GROUP BY key"
-        return dict(self.database.read(lambda key, size: (str(key), int(size)), query, time.time()))
-
-    def all(self) -> list[Entry]:
-        """All entries, of all codecs, those that are over as well."""
-        return self.database.read(Entry, _SELECT)
-
-    def find(self, key: str, codec: str) -> Entry | None:
-        """A key's entry in a codec, or None."""
-        found = self._those(f"{_THIS} AND until > ?", key, codec, time.time())
-        return found[0] if found else None
-
-    def _those(self, where: str, *parameters: object) -> list[Entry]:
-        return self.database.read(Entry, f"{_SELECT} WHERE {where}", *parameters)
-
-    def put(
-        self,
-        connection: Connection,
-        entry: Entry,
-        max_bytes: int | None = None,
-        until: float | None = None,
-    ) -> list[Entry]:
-        """Add an entry, as the last of its queue; returns those that it replaces or pushes out.
-
-        Args:
-            until: see `KVStore.put`.
-
-        Raises:
-            StoreFullError: it is larger than what pins leave.
-        """
-        this = (entry.key, entry.codec)
-        gone = self.over(connection)
-        standing = f"SELECT is_main, uses, pinned, until FROM files WHERE {_THIS}"
-        before = self.database.rows(standing, *this)
-        is_back = connection.execute(f"DELETE FROM gone WHERE {_THIS}", this).rowcount
-        is_main, uses, pinned, end = before[0] if before else (is_back, 0, 0, math.inf)
-        gone += self.remove(connection, self._those(_THIS, *this))
-        if max_bytes is not None:
-            # Of pins, what a process with a larger bound, or none, has beyond this one's share.
-            for pins in (True, False):
-                gone += self.evict(connection, max_bytes, entry.nbytes, pinned=pins)
-            if (held := self.nbytes()) + entry.nbytes > max_bytes:
-                raise StoreFullError(
-                    f"a module of {entry.nbytes} bytes does not fit into the {max_bytes - held} "
-                    "that pinned KV leaves; unpin some, or raise the store's bound"
-                )
-        sql = f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {_NOW}, ?, ?, ?)"
-        kept = (is_main, uses, pinned, end if until is None else until)
-        connection.execute(sql, (*astuple(entry), *kept))
-        return gone
-
-    def over(self, connection: Connection) -> list[Entry]:
-        """Take out entries whose time is over; returns them."""
-        return self.remove(connection, self._those("until <= ?", time.time()))
-
-    def hold(
-        self,
-        connection: Connection,
-        keys: Iterable[str],
-        max_bytes: int | None,
-        *,
-        pinned: bool | None,
-        until: float | None,
-    ) -> int:
-        """See `KVStore.hold`; of all codecs."""
-        sql = (
-            "UPDATE files SET pinned = coalesce(?, pinned), until = coalesce(?, until)"
-            " WHERE key = ? AND until > ?"
-        )
-        now = time.time()
-        count = sum(
-            connection.execute(sql, (pinned, until, key, now)).rowcount > 0
-            for key in dict.fromkeys(keys)
-        )
-        pins = self.nbytes("pinned = 1 AND until > ?", now, table="files")
-        if pinned and max_bytes is not None and pins > PINNED_SHARE * max_bytes:
-            raise StoreFullError(
-                f"pinned KV may take {PINNED_SHARE * max_bytes:.0f} of the store's {max_bytes} "
-                f"bytes, and would take {pins}; unpin some, or raise the store's bound"
-            )
-        return count
-
-    def ends(self, key: str, codec: str) -> float:
-        """See `KVStore.ends`."""
-        sql = f"SELECT until FROM files WHERE {_THIS}"
-        return next(iter(self.database.read(float, sql, key, codec)), math.inf)
-
-    def remove(self, connection: Connection, entries: Iterable[Entry]) -> list[Entry]:
-        """Take out entries, but none that has replaced them; returns those that were there."""
-        sql = "DELETE FROM files WHERE key = ? AND codec = ? AND name = ?"
-        return [
-            entry
-            for entry in entries
-            if connection.execute(sql, (entry.key, entry.codec, entry.name)).rowcount
-        ]
-
-    def delete(self, connection: Connection, key: str) -> list[Entry]:
-        """Take out a key's entries, and forget that there were any; returns them."""
-        connection.execute("DELETE FROM gone WHERE key = ?", (key,))
-        return self.remove(connection, self._those("key = ?", key))
-
-    def evict(
-        self, connection: Connection, max_bytes: int, room: int = 0, *, pinned: bool = False
-    ) -> list[Entry]:
-        """Take out entries until `max_bytes` are left, less some room, or none; returns them.
-
-        Args:
-            pinned: take out those that are pinned, of all others; for room no more than are beyond
-                their share.
-        """
-        excess, gone = self.nbytes() + room - max_bytes, list[Entry]()
-        queue = f"pinned = {int(pinned)} AND is_main = ?"
-        small, main = (self.nbytes(queue, is_main) for is_main in (0, 1))
-        least = PINNED_SHARE * max_bytes if pinned and room else 0
-        while excess > 0 and small + main > least:
-            is_small = not main or small >= max(1, _SMALL_SHARE * max_bytes)
-            found = self._those(f"{queue} ORDER BY turn LIMIT 1", not is_small)
-            if not found:  # the totals are damaged, of whatever there is to take out
-                self.recount(connection)
-                return gone + self.evict(connection, max_bytes, room, pinned=pinned)
-            (entry,) = found
-            goes_on = not pinned and self._goes_on(connection, entry)
-            small -= entry.nbytes if is_small else 0
-            main += entry.nbytes * (goes_on - (not is_small))
-            if not goes_on:
-                gone += self.remove(connection, [entry])
-                excess -= entry.nbytes
-        return gone
-
-    def _goes_on(self, connection: Connection, entry: Entry) -> bool:
-        """Whether an entry whose turn it is was used, and so gets another one in the main queue."""
-        used = f"UPDATE files SET uses = (uses - 1) * is_main, is_main = 1, turn = {_NOW}"
-        if connection.execute(f"{used} WHERE {_THIS} AND uses", (entry.key, entry.codec)).rowcount:
-            return True
-        self._remember(connection, entry)
-        return False
-
-    def _remember(self, connection: Connection, entry: Entry) -> None:
-        """Note what leaves the small queue: the last ones, as many as there are files."""
-        turn = "(SELECT coalesce(max(turn), 0) + 1 FROM gone)"
-        row = f"SELECT key, codec, {turn} FROM files WHERE {_THIS} AND NOT is_main"
-        connection.execute(f"INSERT OR REPLACE INTO gone {row}", (entry.key, entry.codec))
-        connection.execute(
-            "DELETE FROM gone WHERE turn <= (SELECT turn FROM gone ORDER BY turn DESC"
-            " LIMIT 1 OFFSET (SELECT sum(count) FROM totals WHERE pinned = 0))"
-        )
-
-    def touch(self, key: str, codec: str) -> None:
-        """Count a use."""
-        with self._lock:
-            self._used[key, codec] += 1
-            self._uses += 1
-            is_due = self._uses % _USES_KEPT == 0
-        if is_due:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write down uses; if another process is in the way, they wait for the next time."""
-        with self._lock:
-            used, self._used = self._used, Counter()
-        if not used:
-            return
-        try:
-            with self.database.transaction(BRIEFLY_S) as connection:
-                sql = f"UPDATE files SET uses = min({_MOST_USES}, uses + ?) WHERE {_THIS}"
-                connection.executemany(sql, [(count, *this) for this, count in used.items()])
-        except (StoreError, ClosedError) as error:  # a query may end while its store is closed
-            _log.info("uses of KV are written down later: %s", error)
-            with self._lock:
-                self._used.update(used)
-
-
 class Listed:
-    """What stores have in common whose modules are in such a table; see `KVStore`."""
+    """A store's table of entries, and what all kinds of stores do by it alone; see `KVStore`.
+
+    Methods that return entries take them out of the table. They belong in a transaction, at the end
+    of which the KV of these entries goes, too.
+    """
 
     def __init__(self, path: Path, codec: str, max_bytes: int | None) -> None:
         self.max_bytes = max_bytes
         self._codec_name = codec
-        self._entries = Entries(path)
-        self._database = self._entries.database
+        self._database = Database(path, _SCHEMA)
+        self._used = Counter[str]()
+        self._uses = 0
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Write down which entries were used lately, and close the table."""
+        self._flush()
+        self._database.close()
 
     @property
     def nbytes(self) -> int:
         """Bytes held now, in every codec."""
-        return self._entries.nbytes()
+        return self._total("totals")
 
-    def touch(self, key: str) -> None:
-        """See `KVStore.touch`."""
-        self._entries.touch(key, self._codec_name)
+    def _total(self, table: str, where: str = "1", *parameters: object) -> int:
+        """Bytes of some entries, or of some queues."""
+        query = f"SELECT coalesce(sum(nbytes), 0) FROM {table} WHERE {where}"
+        (total,) = self._database.read(int, query, *parameters)
+        return total
 
-    def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
-        """See `KVStore.hold`."""
-        with self._database.transaction() as connection:
-            return self._entries.hold(connection, keys, self.max_bytes, pinned=pinned, until=until)
+    def _recount(self) -> None:
+        """Mend totals that are damaged; in a transaction."""
+        self._database.rows("DELETE FROM totals")
+        self._database.rows(f"INSERT INTO totals {_COUNTED}")
+
+    def _is_miscounted(self) -> bool:
+        """Whether totals are damaged; to be asked while nobody writes."""
+        queries = ("SELECT * FROM totals WHERE count OR nbytes", _COUNTED)
+        kept, counted = (self._database.rows(f"{query} ORDER BY 1, 2") for query in queries)
+        return kept != counted
+
+    def sizes(self) -> dict[str, int]:
+        """By key, the bytes of its entries in all codecs that are not over."""
+        query = "SELECT key, sum(nbytes) FROM files WHERE until > ? GROUP BY key"
+        made = self._database.read(lambda key, size: (str(key), int(size)), query, time.time())
+        return dict(made)
+
+    def _all(self) -> list[Entry]:
+        """All entries, of all codecs, those that are over as well."""
+        return self._database.read(Entry, f"SELECT {_ENTRY} FROM files")
+
+    def _entry(self, key: str, codec: str | None = None) -> Entry | None:
+        """A key's entry in a codec (None: the store's), or None."""
+        query = f"SELECT {_ENTRY} FROM files WHERE {_THIS} AND until > ?"
+        found = self._database.read(Entry, query, key, codec or self._codec_name, time.time())
+        return found[0] if found else None
 
     def ends(self, key: str) -> float:
         """See `KVStore.ends`."""
-        return self._entries.ends(key, self._codec_name)
+        sql = f"SELECT until FROM files WHERE {_THIS}"
+        return next(iter(self._database.read(float, sql, key, self._codec_name)), math.inf)
 
-    def _entry(self, key: str) -> Entry | None:
-        return self._entries.find(key, self._codec_name)
+    def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
+        """See `KVStore.hold`; of all codecs."""
+        sql = (
+            "UPDATE files SET pinned = coalesce(?, pinned), until = coalesce(?, until)"
+            " WHERE key = ? AND until > ? RETURNING key"
+        )
+        now = time.time()
+        with self._database.transaction():
+            rows = partial(self._database.rows, sql, pinned, until)
+            held = [key for key in dict.fromkeys(keys) if rows(key, now)]
+            pins = self._total("files", "pinned = 1 AND until > ?", now)
+            if pinned and self.max_bytes is not None and pins > PINNED_SHARE * self.max_bytes:
+                raise StoreFullError(
+                    f"pinned KV may take {PINNED_SHARE * self.max_bytes:.0f} of the store's "
+                    f"{self.max_bytes} bytes, and would take {pins}; unpin some, or raise the "
+                    "store's bound"
+                )
+        return len(held)
+
+    def delete(self, key: str) -> bool:
+        """Delete a key's entries, and forget that there were any; says whether there were."""
+        with self._database.transaction():
+            self._database.rows("DELETE FROM gone WHERE key = ?", key)
+            gone = self._take_out("key = ?", key)
+            self._discard(gone)
+        return bool(gone)
+
+    def _discard(self, entries: Iterable[Entry]) -> None:
+        """Delete the KV of entries that are not in the table any more."""
+        raise NotImplementedError
 
     def _check_size(self, nbytes: int, setting: str) -> None:
         """Refuse a module that would not fit if there were no other.
@@ -371,3 +230,116 @@ class Listed:
                 f"a module of {nbytes} bytes exceeds the store's bound of {self.max_bytes}; raise "
                 f"{setting} or use smaller chunks"
             )
+
+    def _add(self, entry: Entry, until: float | None = None) -> list[Entry]:
+        """Add an entry, as the last of its queue; returns those that it replaces or pushes out.
+
+        Args:
+            until: see `KVStore.put`.
+
+        Raises:
+            StoreFullError: it is larger than what pins leave.
+        """
+        this, rows = (entry.key, entry.codec), self._database.rows
+        gone = self._take_out_over()
+        before = rows(f"SELECT is_main, uses, pinned, until FROM files WHERE {_THIS}", *this)
+        is_back = bool(rows(f"DELETE FROM gone WHERE {_THIS} RETURNING key", *this))
+        is_main, uses, pinned, end = before[0] if before else (is_back, 0, 0, math.inf)
+        gone += self._take_out(_THIS, *this)
+        if (bound := self.max_bytes) is not None:
+            # Of pins, what a process with a larger bound, or none, has beyond this one's share.
+            for pins in (True, False):
+                gone += self._evict(bound, entry.nbytes, pinned=pins)
+            if (held := self.nbytes) + entry.nbytes > bound:
+                raise StoreFullError(
+                    f"a module of {entry.nbytes} bytes does not fit into the {bound - held} "
+                    "that pinned KV leaves; unpin some, or raise the store's bound"
+                )
+        sql = f"INSERT INTO files VALUES (?, ?, ?, ?, ?, ?, {_NOW}, ?, ?, ?)"
+        kept = (is_main, uses, pinned, end if until is None else until)
+        rows(sql, *astuple(entry), *kept)
+        return gone
+
+    def _take_out(self, where: str, *parameters: object) -> list[Entry]:
+        return self._database.read(
+            Entry, f"DELETE FROM files WHERE {where} RETURNING {_ENTRY}", *parameters
+        )
+
+    def _take_out_over(self) -> list[Entry]:
+        """Those whose time is over."""
+        return self._take_out("until <= ?", time.time())
+
+    def _take_out_these(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Those of these that are there, but none that has replaced them."""
+        gone: list[Entry] = []
+        for one in entries:
+            gone += self._take_out(f"{_THIS} AND name = ?", one.key, one.codec, one.name)
+        return gone
+
+    def _evict(self, max_bytes: int, room: int = 0, *, pinned: bool = False) -> list[Entry]:
+        """Take out entries until `max_bytes` are left, less some room, or none.
+
+        Args:
+            pinned: take out those that are pinned, of all others; for room no more than are beyond
+                their share.
+        """
+        excess, gone = self.nbytes + room - max_bytes, list[Entry]()
+        queue = f"pinned = {int(pinned)} AND is_main = ?"
+        small, main = (self._total("totals", queue, is_main) for is_main in (0, 1))
+        least = PINNED_SHARE * max_bytes if pinned and room else 0
+        first = f"SELECT {_ENTRY} FROM files WHERE {queue} ORDER BY turn LIMIT 1"
+        while excess > 0 and small + main > least:
+            is_small = not main or small >= max(1, _SMALL_SHARE * max_bytes)
+            found = self._database.read(Entry, first, not is_small)
+            if not found:  # the totals are damaged, of whatever there is to take out
+                self._recount()
+                return gone + self._evict(max_bytes, room, pinned=pinned)
+            (entry,) = found
+            goes_on = not pinned and self._goes_on(entry)
+            small -= entry.nbytes if is_small else 0
+            main += entry.nbytes * (goes_on - (not is_small))
+            if not goes_on:
+                gone += self._take_out(_THIS, entry.key, entry.codec)
+                excess -= entry.nbytes
+        return gone
+
+    def _goes_on(self, entry: Entry) -> bool:
+        """Whether an entry whose turn it is was used, and so gets another one in the main queue."""
+        this, rows = (entry.key, entry.codec), self._database.rows
+        used = f"UPDATE files SET uses = (uses - 1) * is_main, is_main = 1, turn = {_NOW}"
+        if rows(f"{used} WHERE {_THIS} AND uses RETURNING key", *this):
+            return True
+        # Of what leaves the small queue the last ones are noted, as many as there are files.
+        turn = "(SELECT coalesce(max(turn), 0) + 1 FROM gone)"
+        row = f"SELECT key, codec, {turn} FROM files WHERE {_THIS} AND NOT is_main"
+        rows(f"INSERT OR REPLACE INTO gone {row}", *this)
+        rows(
+            "DELETE FROM gone WHERE turn <= (SELECT turn FROM gone ORDER BY turn DESC"
+            " LIMIT 1 OFFSET (SELECT sum(count) FROM totals WHERE pinned = 0))"
+        )
+        return False
+
+    def touch(self, key: str) -> None:
+        """See `KVStore.touch`."""
+        with self._lock:
+            self._used[key] += 1
+            self._uses += 1
+            is_due = self._uses % _USES_KEPT == 0
+        if is_due:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write down uses; if another process is in the way, they wait for the next time."""
+        with self._lock:
+            used, self._used = self._used, Counter()
+        if not used:
+            return
+        try:
+            with self._database.transaction(BRIEFLY_S) as connection:
+                sql = f"UPDATE files SET uses = min({_MOST_USES}, uses + ?) WHERE {_THIS}"
+                rows = [(count, key, self._codec_name) for key, count in used.items()]
+                connection.executemany(sql, rows)
+        except (StoreError, ClosedError) as error:  # a query may end while its store is closed
+            _log.info("uses of KV are written down later: %s", error)
+            with self._lock:
+                self._used.update(used)

@@ -147,11 +147,11 @@ class MemoryStore(Listed):
                 f"no memory for a copy of KV ({error}); lower device_bytes or memory_bytes"
             ) from error
         kept = replace(kv, keys=keys, values=values)
-        self._entries.flush()
-        with self._database.transaction() as connection:
+        self._flush()
+        with self._database.transaction():
             if wanted():
                 entry = Entry(key, self._codec_name, "", kept.nbytes, "")
-                self._drop(self._entries.put(connection, entry, self.max_bytes, until))
+                self._discard(self._add(entry, until))
                 self.held[key] = kept
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -164,14 +164,7 @@ class MemoryStore(Listed):
         pins = self.device.type == "cpu" and torch.cuda.is_available()
         return tensor.pin_memory() if pins else tensor
 
-    def delete(self, key: str) -> bool:
-        """Delete an entry; says whether it was there."""
-        with self._database.transaction() as connection:
-            gone = self._entries.delete(connection, key)
-            self._drop(gone)
-        return bool(gone)
-
-    def _drop(self, entries: Iterable[Entry]) -> None:
+    def _discard(self, entries: Iterable[Entry]) -> None:
         for entry in entries:  # Ctrl-C may have come between table and modules
             self.held.pop(entry.key, None)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from cached_rag.kv.database import IN_MEMORY
-from cached_rag.kv.entries import Entries, Entry
+from cached_rag.kv.entries import Entry, Listed
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -114,20 +114,20 @@ class LRU:
         return is_there
 
 
-class Stored:
+class Stored(Listed):
     """The chunks that the store keeps in memory."""
 
     def __init__(self, size: int) -> None:
-        self._size, self._kept = size, Entries(IN_MEMORY)
+        super().__init__(IN_MEMORY, "raw", size)
 
     def use(self, chunk: int) -> bool:
         """See `Cache`."""
-        self._kept.touch(str(chunk), "raw")
-        is_there = self._kept.find(str(chunk), "raw") is not None
+        self.touch(str(chunk))
+        is_there = self._entry(str(chunk)) is not None
         if not is_there:
-            self._kept.flush()
-            with self._kept.database.transaction() as connection:
-                self._kept.put(connection, Entry(str(chunk), "raw", "", 1, ""), self._size)
+            self._flush()
+            with self._database.transaction():
+                self._add(Entry(str(chunk), "raw", "", 1, ""))
         return is_there
 
 

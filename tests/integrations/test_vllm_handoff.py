@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_read_is_a_miss(connector_class, node, monkeypat
     handed = prefilled(node)
     vllm = Vllm(connector_class, node.settings)
     for store in (vllm.scheduler._handoff, vllm.worker._handoff):
-        store._disk._entries.close()
+        store._disk.close()
     monkeypatch.setattr(Handoff, "has", lambda *_: (_ for _ in ()).throw(OSError("gone")))
     assert vllm.step(request_of(handed))[0] == 0
 
