@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,26 +26,8 @@ from cached_rag.kv.codecs import Codec, KeysAndValues, Tensors
 from cached_rag.kv.layers import Ragged, stacks_of
 from cached_rag.kv.tensor_file import TensorFile
 
-_IDS, _CHANGE, _SIGNER = "token_ids", "change", "signer"
+_IDS, _CHANGE = "token_ids", "change"
 _DAMAGED = "its content does not match its checksum"
-SIGNED = (
-    "this KV is signed, and there is no signing_key here to check it with; it is kept. Set "
-    "signing_key (CACHED_RAG_SIGNING_KEY) to use it"
-)
-_UNSIGNED = (
-    "this KV is not signed, and only what is signed with signing_key is used here; it is kept "
-    "until its text is encoded again"
-)
-
-
-_OTHER = (
-    "this KV is signed with another signing_key than the one here, so it is not used; it is kept "
-    "until its text is encoded again. Set the signing_key that it was encoded with to use it"
-)
-
-
-class SigningError(StoreError):
-    """KV is not signed as this process does it: with its key, or not at all if it has none."""
 
 
 def write_blob(
@@ -87,8 +69,6 @@ def contents(
         "start": str(kv.start),
         "dtype": str(kv.keys.dtype).removeprefix("torch."),
     }
-    if secret:
-        header[_SIGNER] = signer_name(secret)
     if isinstance(kv.keys, Ragged):
         header["places"] = json.dumps(kv.keys.places)
     if (change := kv.change) is not None:
@@ -115,7 +95,6 @@ def open_blob(
 
     Raises:
         CorruptBlobError: damaged, or not what it should be. The file is left as it is.
-        SigningError: it is not signed with this secret, or signed and there is none.
         StoreError: it cannot be read now; nothing is known about its content.
     """
     with _judged(str(path)):
@@ -124,13 +103,6 @@ def open_blob(
         except FileNotFoundError:
             return None
     return opened(file, str(path), key, token_ids, codec, expected, secret)
-
-
-def signer_of(path: Path) -> str | None:
-    """The `signer_name` that a file's header says; None if that cannot be told."""
-    with suppress(OSError, ValueError):
-        return TensorFile.at(path).header.get(_SIGNER, "")
-    return None
 
 
 def opened(
@@ -152,9 +124,6 @@ def opened(
         header = file.header
         if header.get("key") != key or header.get("codec") != codec.name:
             raise CorruptBlobError(_message(name, "it belongs to another module or codec"))
-        signer = header.get(_SIGNER, "")
-        if expected is not None and signer != signer_name(secret):
-            raise SigningError(SIGNED if not secret else _OTHER if signer else _UNSIGNED)
         ids = file.read(_IDS)
         layouts = {n: (at.dtype, at.shape) for n, at in file.layouts.items() if n != _IDS}
         if expected is not None and _checksum(header, layouts, ids, secret) != expected:

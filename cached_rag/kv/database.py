@@ -44,8 +44,9 @@ Row = tuple[object, ...]
 
 # Of the names of the files that SQLite may keep.
 _SUFFIXES = ("", "-wal", "-shm", "-journal")
-# Of the tables that this version reads and writes; a change to any of them takes the next number.
-LAYOUT = 4
+# Of the tables that this version reads and writes, and of files' names; a change to any of them
+# takes the next number.
+LAYOUT = 5
 # No file: what it holds is gone with it.
 IN_MEMORY = Path(":memory:")
 

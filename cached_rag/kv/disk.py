@@ -17,27 +17,33 @@ from pathlib import Path
 from typing import TypeVar
 
 from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError
-from cached_rag.kv.blob import (
-    SIGNED,
-    SigningError,
-    StoredKV,
-    open_blob,
-    signer_name,
-    signer_of,
-    write_blob,
-)
+from cached_rag.kv.blob import StoredKV, open_blob, signer_name, write_blob
 from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.database import BRIEFLY_S, Problem
 from cached_rag.kv.entries import Entry, Listed
 from cached_rag.kv.files import DraftFiles, is_file, is_folder, make_folder, status_of
 from cached_rag.kv.fingerprint import module_key
-from cached_rag.kv.tiers import IsWanted
+from cached_rag.kv.tiers import IsWanted, SigningError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _INDEX = "index.sqlite"
 _DRAFTS = "drafts"
+# Drawn bytes in a file's name, each two digits; behind them it says who signed it.
+_DRAWN = 8
+_SIGNED = (
+    "this KV is signed, and there is no signing_key here to check it with; it is kept. Set "
+    "signing_key (CACHED_RAG_SIGNING_KEY) to use it"
+)
+_UNSIGNED = (
+    "this KV is not signed, and only what is signed with signing_key is used here; it is kept "
+    "until its text is encoded again"
+)
+_OTHER = (
+    "this KV is signed with another signing_key than the one here, so it is not used; it is kept "
+    "until its text is encoded again. Set the signing_key that it was encoded with to use it"
+)
 
 
 class DiskStore(Listed):
@@ -61,8 +67,7 @@ class DiskStore(Listed):
         self.codec = codec_by_name(codec)
         super().__init__(self.path / _INDEX, codec, max_bytes)
         self._secret = (secret or "").encode()
-        # By the names of files, whether they are signed as they have to be.
-        self._usable: dict[str, bool] = {}
+        self._signer = signer_name(self._secret)
         self._drafts = DraftFiles(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
 
     def is_replaced(self) -> bool:
@@ -78,13 +83,13 @@ class DiskStore(Listed):
 
     def _is_usable(self, entry: Entry) -> bool:
         """Whether a file is signed with the secret, or with none where there is none."""
-        is_usable = self._usable.get(entry.name)
-        if is_usable is None:
-            found = signer_of(self._file(entry))
-            if found is None:  # a reader will judge
-                return True
-            is_usable = self._usable[entry.name] = found == signer_name(self._secret)
-        return is_usable
+        return entry.name[2 * _DRAWN :] == self._signer
+
+    def _check_signer(self, entry: Entry) -> None:
+        """Raise SigningError if there is a file that is signed otherwise."""
+        if not self._is_usable(entry) and is_file(self._file(entry)):
+            other = _OTHER if entry.name[2 * _DRAWN :] else _UNSIGNED
+            raise SigningError(other if self._secret else _SIGNED)
 
     def get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         """The module, read from its file and checked; see `KVStore.get`."""
@@ -103,9 +108,6 @@ class DiskStore(Listed):
         try:
             stored = self._opened(entry, token_ids)
             found = None if stored is None else take(stored)
-        except SigningError:
-            self._usable[entry.name] = False
-            raise
         except CorruptBlobError:
             self._drop(entry)
             raise
@@ -118,6 +120,7 @@ class DiskStore(Listed):
 
     def _opened(self, entry: Entry, token_ids: Sequence[int] | None) -> StoredKV | None:
         codec, path = codec_by_name(entry.codec), self._file(entry)
+        self._check_signer(entry)
         return open_blob(path, entry.key, token_ids, codec, entry.checksum, self._secret)
 
     def put(
@@ -135,7 +138,8 @@ class DiskStore(Listed):
         with self._drafts.open() as draft:
             nbytes, checksum = write_blob(draft, key, kv, self.codec, self._secret)
             self._check_size(nbytes, "disk_bytes")
-            entry = Entry(key, self.codec.name, os.urandom(8).hex(), nbytes, checksum)
+            name = os.urandom(_DRAWN).hex() + self._signer
+            entry = Entry(key, self.codec.name, name, nbytes, checksum)
             self._publish(draft, entry, wanted, until)
 
     def _publish(self, draft: Path, entry: Entry, wanted: IsWanted, until: float | None) -> None:
@@ -149,8 +153,8 @@ class DiskStore(Listed):
                 if not wanted():
                     return
                 replaced = self._entry(entry.key)
-                if replaced and not self._secret and not self._is_usable(replaced):
-                    raise SigningError(SIGNED)
+                if replaced is not None and not self._secret:
+                    self._check_signer(replaced)
                 gone = self._add(entry, until)
                 os.replace(draft, path)
                 self._discard(gone)
@@ -241,9 +245,7 @@ class DiskStore(Listed):
             _log.info("the KV %s stays for now: %s", entry.key, error)
 
     def _discard(self, entries: Iterable[Entry]) -> None:
-        for entry in entries:
-            self._usable.pop(entry.name, None)
-            _unlink([self._file(entry)])
+        _unlink(map(self._file, entries))
 
 
 class Handoff:

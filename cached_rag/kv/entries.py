@@ -104,7 +104,8 @@ class Entry:
 
     Attributes:
         key: the module's.
-        name: drawn at random, so that it differs from any file that this one replaced.
+        name: drawn at random, so that it differs from any file that this one replaced; of a file
+            that is signed `signer_name` follows.
         nbytes: the file's size, or the module's.
         checksum: of its header and token ids, see `write_blob`.
 

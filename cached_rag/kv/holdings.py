@@ -389,7 +389,7 @@ def held_bytes(
             encodings = 0
         sizes = disk.sizes()
         held = sizes.keys() & {file.name.split(".")[0] for file in (folder / "blobs").glob("*/*")}
-        if store.signing_key:  # each file is opened, so not without need
+        if store.signing_key:  # a look for each takes its time
             held = {key for key in held if key in disk}
         counts = {name: len(held & {*keys}) for name, keys in catalog.keys_by_text()}
     known = (counts.get(digest(text.strip()), -1) for text in texts)

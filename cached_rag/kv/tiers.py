@@ -16,8 +16,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from cached_rag.errors import CorruptBlobError, StoreFullError
-from cached_rag.kv.blob import SigningError
+from cached_rag.errors import CorruptBlobError, StoreError, StoreFullError
 from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.kv.database import IN_MEMORY
 from cached_rag.kv.entries import Entry, Listed
@@ -31,6 +30,10 @@ Work = Callable[[str, ModuleKV, IsWanted], bool]
 _THREADS = 2
 # How long `Outbox.drop` waits for what is under way already.
 _UNDER_WAY_S = 60.0
+
+
+class SigningError(StoreError):
+    """KV is not signed as this process does it: with its key, or not at all if it has none."""
 
 
 class KVStore(Protocol):

@@ -173,15 +173,6 @@ def test_eviction_goes_by_uses_and_not_by_the_clock(store, monkeypatch):
     assert store.sizes().keys() == {key(2), key(3)}
 
 
-def test_only_files_that_are_there_are_remembered(store):
-    for number in range(4, 8):
-        store.put(key(number), module(number))
-        assert key(number) in store
-        store.delete(key(number))
-    assert key(1) in store
-    assert len(store._usable) == 1
-
-
 # Content ----------------------------------------------------------------------------------------
 
 
