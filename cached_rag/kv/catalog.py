@@ -10,6 +10,7 @@ import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -45,13 +46,12 @@ CREATE TABLE IF NOT EXISTS learned (
     PRIMARY KEY (model, namespace, text_digest)
 );
 CREATE TABLE IF NOT EXISTS doomed (
-    model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
-    token_ids BLOB NOT NULL, remote TEXT NOT NULL,  -- empty: from this machine
-    PRIMARY KEY (model, namespace, text_digest, remote)
+    id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, namespace TEXT NOT NULL,
+    text_digest TEXT NOT NULL, token_ids BLOB NOT NULL,
+    remote TEXT NOT NULL,  -- empty: from this machine
+    UNIQUE (model, namespace, text_digest, remote)
 );
 CREATE TABLE IF NOT EXISTS remotes (label TEXT PRIMARY KEY);
-CREATE TABLE IF NOT EXISTS revivals (count INTEGER NOT NULL);
-INSERT INTO revivals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM revivals);
 """
 _SIGNED = {
     "modules": "id, text_digest, anchor, length, token_ids, token_starts",
@@ -148,6 +148,12 @@ class Catalog:
         if self.maker.name and not self.database.is_read_only:
             self._sign()
 
+    def of(self, maker: Maker, namespace: str) -> Catalog:
+        """What another tenant has by another model, in the same open file."""
+        other = copy(self)
+        other.maker, other.namespace, other._scope = maker, namespace, (maker.model, namespace)
+        return other
+
     def close(self) -> None:
         """Release the file."""
         self.database.close()
@@ -168,13 +174,9 @@ class Catalog:
         queries = {t: f"SELECT {columns}, checksum FROM {t}" for t, columns in _SIGNED.items()}
         return self.database.check(queries)
 
-    def damage(self, model: str | None = None) -> str:
-        """Why not all keys can be named that KV of a model and this tenant has; empty if they can.
-
-        Args:
-            model: its fingerprint; None for this one's.
-        """
-        damaged = next((row for row in self._prefix_rows(model) if not is_sound(row)), None)
+    def damage(self) -> str:
+        """Why not all keys can be named that KV of this model and tenant has; empty if they can."""
+        damaged = next((row for row in self._prefix_rows() if not is_sound(row)), None)
         if damaged is None:
             return ""
         path = self.database.path
@@ -198,11 +200,12 @@ class Catalog:
         listed = json.dumps([*text_digests])
         return self.database.read(Maker, query, self.maker.model, self.namespace, listed)
 
-    def namespaces(self) -> list[str]:
-        """The tenants that have modules, prefixes or schemas of this model."""
+    def tenants(self) -> list[Catalog]:
+        """What each tenant has that has modules, prefixes or schemas of this model."""
         tables = ("modules", "encodings", "others")
         query = " UNION ".join(f"SELECT namespace FROM {table} WHERE model = ?" for table in tables)
-        return self.database.read(str, query, *[self.maker.model] * len(tables))
+        names = self.database.read(str, query, *[self.maker.model] * len(tables))
+        return [self.of(self.maker, name) for name in names]
 
     def clear(self) -> None:
         """Forget this model, for all tenants, but for KV of it that still has to go."""
@@ -245,8 +248,7 @@ class Catalog:
         with self.database.transaction(patience_s) as connection:
             connection.executemany(mark if learned else f"DELETE FROM learned {where}", names)
             connection.executemany(sql, rows)
-            if connection.executemany(f"DELETE FROM doomed {where}", names).rowcount:
-                connection.execute("UPDATE revivals SET count = count + 1")
+            connection.executemany(f"DELETE FROM doomed {where}", names)
 
     def learned(self) -> list[str]:
         """The tenant's texts that were marked so, for any model; the oldest first."""
@@ -274,14 +276,13 @@ class Catalog:
 
     def keys(self) -> Iterator[str]:
         """All keys that KV of this model and tenant may have; see `damage`, too."""
-        model = self.maker.model
         for _, found in self.keys_by_text():
             yield from found
-        for ids, _ in self.behinds(model):
-            yield from self.keys_of(model, ids, [_ALONE])
+        for ids, _ in self.behinds():
+            yield from self.keys_of(ids, [_ALONE])
         query = "SELECT token_ids, context FROM others WHERE model = ? AND namespace = ?"
         for packed, context in self.database.rows(query, *self._scope):
-            yield from self.keys_of(model, self.tokens(packed), [((), str(context))])
+            yield from self.keys_of(self.tokens(packed), [((), str(context))])
 
     def tokens(self, packed: object) -> tuple[int, ...]:
         """The tokens in a row without a checksum; none, which is logged, if they are damaged."""
@@ -297,18 +298,18 @@ class Catalog:
 
     def keys_by_text(self) -> Iterator[tuple[str, list[str]]]:
         """Of each module the digest of its text, and the keys that its KV may have."""
-        model = self.maker.model
-        behinds = self.behinds(model)
+        behinds = self.behinds()
         for _, module in self.modules():
-            yield module.text_digest, self.keys_of(model, module.token_ids, behinds)
+            yield module.text_digest, self.keys_of(module.token_ids, behinds)
 
-    def keys_of(self, model: str, ids: Sequence[int], behinds: Iterable[Behind]) -> list[str]:
-        """The keys of a model's KV of these tokens, encoded behind each of these."""
-        return [module_key(model, prefix, ids, self.namespace, name) for prefix, name in behinds]
+    def keys_of(self, ids: Sequence[int], behinds: Iterable[Behind]) -> list[str]:
+        """The keys of KV of these tokens, encoded behind each of these."""
+        model, namespace = self._scope
+        return [module_key(model, prefix, ids, namespace, name) for prefix, name in behinds]
 
-    def behinds(self, model: str) -> set[Behind]:
-        """All that texts of a model may have been encoded behind."""
-        return {_ALONE, *self.prefixes(model)}
+    def behinds(self) -> set[Behind]:
+        """All that texts may have been encoded behind."""
+        return {_ALONE, *self.prefixes()}
 
     def add_prefix(self, token_ids: Sequence[int], context: str = "") -> None:
         """Remember that modules are encoded behind a prefix, and behind a context of that name."""
@@ -324,15 +325,14 @@ class Catalog:
         with self.database.transaction() as connection:
             connection.execute("INSERT OR IGNORE INTO others VALUES (?, ?, ?, ?, ?)", row)
 
-    def prefixes(self, model: str | None = None) -> list[Behind]:
-        """All prefixes that modules of a model (None: of this one) are encoded behind."""
-        rows = self.database.sound(self._prefix_rows(model))
+    def prefixes(self) -> list[Behind]:
+        """All prefixes that modules are encoded behind."""
+        rows = self.database.sound(self._prefix_rows())
         return [(unpack(ids), str(context)) for _, ids, context, _ in rows]
 
-    def _prefix_rows(self, model: str | None) -> list[Row]:
-        model = self.maker.model if model is None else model
+    def _prefix_rows(self) -> list[Row]:
         query = f"{_PREFIXES} WHERE model = ? AND namespace = ?"
-        return self.database.rows(query, model, self.namespace)
+        return self.database.rows(query, *self._scope)
 
     def generation(self) -> int:
         """A number that grows with each removal."""

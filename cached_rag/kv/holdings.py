@@ -39,25 +39,24 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Where in a store's folder finished prompts are kept.
 FOLDER = "prompts"
-# Not if one came back and is doomed anew meanwhile: it may have new KV.
-_DONE = (
-    "WHERE model = ? AND namespace = ? AND text_digest = ? AND remote = ?"
-    " AND (SELECT count FROM revivals) = ?"
-)
+_DOOM = "INSERT OR IGNORE INTO doomed (model, namespace, text_digest, token_ids, remote)"
 # What has gone from this machine has to go from each store that had KV of this folder.
 _OWE = (
-    "INSERT OR IGNORE INTO doomed SELECT model, namespace, text_digest, token_ids, label"
-    f" FROM doomed, remotes {_DONE}"
+    f"{_DOOM} SELECT model, namespace, text_digest, token_ids, label FROM doomed, remotes"
+    " WHERE id = ?"
 )
 
 
 class _Doomed(NamedTuple):
-    """A text whose KV has to go, and how many such texts had come back when this was read."""
+    """A text whose KV has to go.
 
+    One that came back, and is doomed anew, has another id: it may have new KV.
+    """
+
+    id: int
     model: str
     text_digest: str
     token_ids: tuple[int, ...]
-    revivals: object
 
 
 class Removals:
@@ -109,8 +108,8 @@ class Removals:
         where = "FROM modules WHERE namespace = ? AND text_digest = ?"
         columns = "model, namespace, text_digest, token_ids, ''"
         with self._database.transaction() as connection:
-            connection.executemany(f"INSERT OR IGNORE INTO doomed SELECT {columns} {where}", rows)
-            connection.executemany("INSERT OR IGNORE INTO doomed VALUES (?, ?, ?, ?, '')", given)
+            connection.executemany(f"{_DOOM} SELECT {columns} {where}", rows)
+            connection.executemany(f"{_DOOM} VALUES (?, ?, ?, ?, '')", given)
             connection.executemany(f"DELETE {where}", rows)
             connection.executemany(
                 "DELETE FROM learned WHERE namespace = ? AND text_digest = ?", rows
@@ -137,12 +136,12 @@ class Removals:
         if (remote := self._remote) is not None:
             self._finish(remote.label, partial(remote.delete, self._namespace))
 
-    def _behinds(self, model: str, remote: str) -> set[Behind]:
+    def _behinds(self, catalog: Catalog, remote: str) -> set[Behind]:
         """All that texts of a model may stand behind; in a remote store, as others say, too."""
-        found = self._catalog.behinds(model)
+        found = catalog.behinds()
         if remote and self._remote is not None:
             try:
-                found.update(self._remote.heads(self._namespace, model))
+                found.update(self._remote.heads(self._namespace, catalog.maker.model))
             except CorruptBlobError as error:  # nobody finds KV by it either
                 _log.warning("KV that other machines encoded may not be deleted: %s", error)
         return found
@@ -153,27 +152,23 @@ class Removals:
         delete: Callable[[Sequence[str]], object],
         text_digests: Collection[str] | None = None,
     ) -> None:
-        catalog = self._catalog
         while doomed := self._doomed(remote, text_digests):
             models = {one.model for one in doomed}
-            damage = {model: why for model in models if (why := catalog.damage(model))}
-            done = [
-                (one.model, self._namespace, one.text_digest, remote, one.revivals)
-                for one in doomed
-                if one.model not in damage
-            ]
+            catalogs = {m: self._catalog.of(Maker(m), self._namespace) for m in models}
+            damage = {model: why for model in models if (why := catalogs[model].damage())}
             with _owing(remote):
-                behinds = {model: self._behinds(model, remote) for model in models}
+                behinds = {model: self._behinds(catalogs[model], remote) for model in models}
                 keys = (
-                    catalog.keys_of(one.model, one.token_ids, behinds[one.model]) for one in doomed
+                    catalogs[one.model].keys_of(one.token_ids, behinds[one.model]) for one in doomed
                 )
                 delete([*chain.from_iterable(keys)])
             if not remote:
                 self._forget_kept(doomed)
+            done = [(one.id,) for one in doomed if one.model not in damage]
             with self._database.transaction() as connection:
                 if not remote:
                     connection.executemany(_OWE, done)
-                connection.executemany(f"DELETE FROM doomed {_DONE}", done)
+                connection.executemany("DELETE FROM doomed WHERE id = ?", done)
                 connection.execute(DROP_NEEDLESS)
             self._database.scrub()
             for why in damage.values():
@@ -194,14 +189,12 @@ class Removals:
 
     def _doomed(self, remote: str, text_digests: Collection[str] | None) -> list[_Doomed]:
         """Those of the tenant's texts, of these or of all, that have to go from there."""
-        query = (
-            "SELECT model, text_digest, token_ids, (SELECT count FROM revivals)"
-            " FROM doomed WHERE namespace = ? AND remote = ?"
-        )
+        query = "SELECT id, model, text_digest, token_ids FROM doomed"
+        query = f"{query} WHERE namespace = ? AND remote = ?"
         rows = self._database.rows(query, self._namespace, remote)
         return [
-            _Doomed(str(model), str(name), self._catalog.tokens(ids), count)
-            for model, name, ids, count in rows
+            _Doomed(int(str(number)), str(model), str(name), self._catalog.tokens(ids))
+            for number, model, name, ids in rows
             if text_digests is None or name in text_digests
         ]
 
@@ -231,10 +224,8 @@ class Holding:
 
 def makers(folder: Path) -> list[Maker]:
     """All models whose KV may be in a folder, in the order in which they came to use it."""
-    if not is_file(folder / CATALOG):
-        return []
-    with closing(_catalog(folder)) as catalog:
-        return catalog.makers()
+    with _catalogs(folder) as catalogs:
+        return [catalog.maker for catalog in catalogs]
 
 
 def forget(folder: Path, texts: Iterable[str], remote: RemoteTier | None = None) -> int:
@@ -258,7 +249,7 @@ def forget_digests(
     """As `forget`, given the digests of the texts."""
     if not is_file(folder / CATALOG):
         return 0
-    with closing(_catalog(folder)) as catalog, closing(_disk(folder)) as disk:
+    with closing(Catalog(folder / CATALOG, "")) as catalog, closing(_disk(folder)) as disk:
         removals = Removals(catalog, disk.delete, remote)
         learned = catalog.learned() if text_digests else []
         if remote is not None:
@@ -283,11 +274,11 @@ def hold(
         StoreError: the folder's databases cannot be written, or there are too many pins.
     """
     digests, keys = [digest(text.strip()) for text in texts], list[str]()
-    for maker in makers(folder):
-        with closing(_catalog(folder, maker.model)) as catalog:
-            behinds = catalog.behinds(maker.model)
+    with _catalogs(folder) as catalogs:
+        for catalog in catalogs:
+            behinds = catalog.behinds()
             for found in catalog.find(digests):
-                keys += catalog.keys_of(maker.model, found.token_ids, behinds)
+                keys += catalog.keys_of(found.token_ids, behinds)
     if not keys:
         return 0
     with closing(_disk(folder, max_bytes=max_bytes)) as disk:
@@ -317,11 +308,13 @@ def unused(folder: Path, name: str, dtypes: Sequence[str]) -> list[Holding]:
     with closing(_disk(folder)) as disk:
         sizes = disk.sizes()
     holdings = []
-    for maker in found:
-        if maker not in kept:
-            known = [set(catalog.keys()) for catalog in _catalogs(folder, maker)]
-            keys = tuple(set().union(*known) & sizes.keys())
-            holdings.append(Holding(maker, keys, sum(sizes[key] for key in keys)))
+    with _catalogs(folder) as catalogs:
+        for catalog in catalogs:
+            if catalog.maker not in kept:
+                known = set().union(*(tenant.keys() for tenant in catalog.tenants()))
+                keys = tuple(known & sizes.keys())
+                nbytes = sum(sizes[key] for key in keys)
+                holdings.append(Holding(catalog.maker, keys, nbytes))
     return holdings
 
 
@@ -336,19 +329,18 @@ def strays(folder: Path) -> list[str]:
     if not is_file(folder / CATALOG):
         return []
     needed: set[str] = set()
-    for maker in makers(folder):
-        for catalog in _catalogs(folder, maker):
-            if reason := catalog.damage():
+    with _catalogs(folder) as catalogs:
+        for tenant in chain.from_iterable(catalog.tenants() for catalog in catalogs):
+            if reason := tenant.damage():
                 raise StoreError(f"what KV nothing needs is not known, so all stays: {reason}")
-            needed.update(catalog.keys())
+            needed.update(tenant.keys())
     return [key for key in held if key not in needed]
 
 
 def drop_strays(folder: Path) -> int:
     """Delete the KV of `strays`; says how many KVs went. Raises as that."""
-    keys = strays(folder)
     with closing(_disk(folder)) as disk:
-        return sum(map(disk.delete, keys))
+        return sum(map(disk.delete, strays(folder)))
 
 
 def unneeded(folder: Path, texts: Callable[[], Iterable[str]]) -> set[str]:
@@ -358,10 +350,8 @@ def unneeded(folder: Path, texts: Callable[[], Iterable[str]]) -> set[str]:
         texts: gives all texts that are needed. It is called last: a text that is ingested
             meanwhile is needed first, and a module later.
     """
-    known: set[str] = set()
-    for maker in makers(folder):
-        with closing(_catalog(folder, maker.model)) as catalog:
-            known |= catalog.text_digests()
+    with _catalogs(folder) as catalogs:
+        known = set().union(*(catalog.text_digests() for catalog in catalogs))
     return known - {digest(text.strip()) for text in texts()}
 
 
@@ -379,18 +369,18 @@ def held_bytes(
     Returns:
         None if some have less.
     """
-    if not (found := makers(folder)):
-        return None if texts else 0
-    with (
-        closing(_disk(folder, store.codec, store.signing_key)) as disk,
-        closing(_catalog(folder, found[-1].model)) as catalog,
-    ):
+    with _catalogs(folder) as catalogs:
+        if not catalogs:
+            return None if texts else 0
+        catalog = catalogs[-1]
         if not (store.composes or catalog.prefixes() or catalog.damage()):
             encodings = 0
-        sizes = disk.sizes()
-        held = sizes.keys() & {file.name.split(".")[0] for file in (folder / "blobs").glob("*/*")}
-        if store.signing_key:  # a look for each takes its time
-            held = {key for key in held if key in disk}
+        with closing(_disk(folder, store.codec, store.signing_key)) as disk:
+            sizes = disk.sizes()
+            files = (folder / "blobs").glob("*/*")
+            held = sizes.keys() & {file.name.split(".")[0] for file in files}
+            if store.signing_key:  # a look for each takes its time
+                held = {key for key in held if key in disk}
         counts = {name: len(held & {*keys}) for name, keys in catalog.keys_by_text()}
     known = (counts.get(digest(text.strip()), -1) for text in texts)
     return sum(sizes.values()) if all(count >= encodings for count in known) else None
@@ -404,7 +394,7 @@ def drop(folder: Path, holding: Holding) -> None:
     model = holding.maker.model
     for kept in _kept(folder):
         kept.remove([prompt for prompt in kept.all() if prompt.model == model])
-    with closing(_catalog(folder, model)) as catalog:
+    with closing(Catalog(folder / CATALOG, model)) as catalog:
         catalog.clear()
 
 
@@ -417,13 +407,14 @@ def _kept(folder: Path) -> Iterator[KeptPrompts]:
             yield kept
 
 
-def _catalogs(folder: Path, maker: Maker) -> Iterator[Catalog]:
-    """What all tenants have by a model."""
-    with closing(_catalog(folder, maker.model)) as catalog:
-        namespaces = catalog.namespaces()
-    for namespace in namespaces:
-        with closing(_catalog(folder, maker.model, namespace)) as catalog:
-            yield catalog
+@contextmanager
+def _catalogs(folder: Path) -> Iterator[list[Catalog]]:
+    """What the tenant "" has by each model, in the order in which they came to use the folder."""
+    if not is_file(folder / CATALOG):
+        yield []
+        return
+    with closing(Catalog(folder / CATALOG, "")) as catalog:
+        yield [catalog.of(maker, "") for maker in catalog.makers()]
 
 
 def _disk(
@@ -433,7 +424,3 @@ def _disk(
     from cached_rag.kv.disk import DiskStore  # with PyTorch, which a look around needs not
 
     return DiskStore(folder, codec, secret=secret, max_bytes=max_bytes)
-
-
-def _catalog(folder: Path, model: str = "", namespace: str = "") -> Catalog:
-    return Catalog(folder / CATALOG, model, namespace)

@@ -212,9 +212,9 @@ def test_damaged_tokens_are_left_out_named_and_restored(folder, caplog):
 
 @pytest.mark.parametrize("damaged", ["'text'", "7", "x'0102030405'"])
 def test_damaged_tokens_without_a_checksum_are_left_out_and_said(folder, damaged, caplog):
-    columns = f"VALUES ('model', '', 'd', {damaged}"
-    change(folder / "catalog.sqlite", f"INSERT INTO doomed {columns}, '')")
-    change(folder / "catalog.sqlite", f"INSERT INTO others {columns}, 'c')")
+    columns = f"'model', '', 'd', {damaged}"
+    change(folder / "catalog.sqlite", f"INSERT INTO doomed VALUES (1, {columns}, '')")
+    change(folder / "catalog.sqlite", f"INSERT INTO others VALUES ({columns}, 'c')")
     with closing(opened(folder)) as library, caplog.at_level(logging.WARNING):
         assert library.shelf.fetch(BEHIND, IDS) is not None
         assert "damaged and left out" in caplog.text
