@@ -212,6 +212,11 @@ class Database:
         (version,) = self.read(int, "PRAGMA data_version")
         return version + (self._reopened << 32)
 
+    @property
+    def own_changes(self) -> int:
+        """A number that grows with each row that this connection writes."""
+        return self._connection.total_changes
+
     def sound(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Those signed rows that are as they were written; the others are logged."""
         for row in rows:

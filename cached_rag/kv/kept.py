@@ -23,7 +23,7 @@ import torch
 
 from cached_rag.errors import StoreError
 from cached_rag.kv.blob import signer_name
-from cached_rag.kv.buffer import ModuleKV
+from cached_rag.kv.buffer import Change, ModuleKV
 from cached_rag.kv.catalog import CATALOG, Catalog
 from cached_rag.kv.database import Database, Problem, row_sum
 from cached_rag.kv.disk import DiskStore
@@ -154,8 +154,6 @@ class KeptPrompts:
         self.signer = signer_name((secret or "").encode())
         self._disk = DiskStore(folder, secret=secret)
         self._database = Database(folder / _TABLE, _SCHEMA)
-        # Of one's own writing the database's version says nothing.
-        self._writes = 0
         self._read: tuple[tuple[int, int], list[KeptPrompt], bool] | None = None
         self._known: dict[str, KeptPrompt] = {}  # by what was told; to read it takes long
 
@@ -175,7 +173,7 @@ class KeptPrompts:
 
     def _current(self) -> tuple[list[KeptPrompt], bool]:
         """The prompts, and whether there are other rows, which are damaged."""
-        version = self._database.version(), self._writes
+        version = self._database.version(), self._database.own_changes
         if self._read is None or self._read[0] != version:
             self._read = version, *self._sound()
         return self._read[1:]
@@ -212,8 +210,8 @@ class KeptPrompts:
                     self._disk.put(key, piece(begin, end), lambda: self._has(prompt))
             for key, (begin, end) in prompt.states.items():
                 if key not in self._disk:
-                    packed = _as_module(prompt.ids[begin:end], state(end))
-                    self._disk.put(key, packed, lambda: self._has(prompt))
+                    kv = _as_module(prompt.ids[begin:end], state(end))
+                    self._disk.put(key, kv, lambda: self._has(prompt))
         except BaseException:
             self.remove([prompt])
             raise
@@ -240,7 +238,6 @@ class KeptPrompts:
         row = (prompt.name, prompt.namespace, told, row_sum(told))
         with self._database.transaction() as connection:
             connection.execute(f"REPLACE INTO prompts VALUES (?, ?, ?, {_NOW}, ?)", row)
-        self._writes += 1
         sound = self._database.sound(before)
         if cut_otherwise := [str(row[1]) for row in sound if row[1] != told]:
             self._delete({key for one in cut_otherwise for key in KeptPrompt.read(one).keys})
@@ -261,13 +258,12 @@ class KeptPrompts:
         """The state behind one of its pieces; else as `piece`."""
         begin, end = prompt.states[key]
         found = self._disk.get(key, prompt.ids[begin:end])
-        return None if found is None else _unpacked(found)
+        return None if found is None or found.change is None else found.change.packed
 
     def touch(self, prompt: KeptPrompt) -> None:
         """Count a use."""
         with self._database.transaction() as connection:
             connection.execute(f"UPDATE prompts SET used = {_NOW} WHERE name = ?", (prompt.name,))
-        self._writes += 1
 
     def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> int:
         """Delete a tenant's prompts that have a text, of all models; says how many there were.
@@ -290,7 +286,6 @@ class KeptPrompts:
         with self._database.transaction() as connection:
             names = [(prompt.name,) for prompt in prompts]
             connection.executemany("DELETE FROM prompts WHERE name = ?", names)
-        self._writes += 1
         self._delete({key for prompt in prompts for key in prompt.keys})
 
     def _drop_damaged(self) -> bool:
@@ -301,7 +296,6 @@ class KeptPrompts:
                 names = json.dumps([prompt.name for prompt in self._sound()[0]])
                 query = "DELETE FROM prompts WHERE name NOT IN (SELECT value FROM json_each(?))"
                 connection.execute(query, (names,))
-            self._writes += 1
             self._delete(self._disk.sizes())
         return is_damaged
 
@@ -368,18 +362,7 @@ def _held(prompt: KeptPrompt, sizes: Mapping[str, int]) -> dict[Hashable, tuple[
     return found
 
 
-def _as_module(ids: Sequence[int], data: torch.Tensor) -> ModuleKV:
-    """Bytes in the form of a module's KV, so that the store keeps and checks them as such."""
-    width = -(-(8 + len(data)) // len(ids))
-    rows = torch.zeros(len(ids) * width, dtype=torch.uint8)
-    rows[:8].view(torch.int64)[0] = len(data)
-    rows[8 : 8 + len(data)] = data
-    values = rows.view(1, 1, len(ids), width)
-    return ModuleKV(tuple(ids), 0, values[..., :0], values)
-
-
-def _unpacked(module: ModuleKV) -> torch.Tensor:
-    """The bytes in a module."""
-    assert isinstance(module.values, torch.Tensor)
-    rows = module.values.flatten()
-    return rows[8 : 8 + int(rows[:8].view(torch.int64)[0])]
+def _as_module(ids: Sequence[int], state: torch.Tensor) -> ModuleKV:
+    """The bytes of a state as what a module of no width changes, so that the store checks them."""
+    keys, values = (state.new_empty(1, 1, len(ids), 0) for _ in range(2))
+    return ModuleKV(tuple(ids), 0, keys, values, Change(0, len(ids), state))
