@@ -22,7 +22,7 @@ from cached_rag import ConfigError, Hit, Schema
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import DocumentError, PMLError, StoreError
-from cached_rag.kv.blob import _checksum, contents, opened
+from cached_rag.kv.blob import checksum, contents, opened
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import Int4Codec, Int8Codec, RawCodec
 from cached_rag.kv.tensor_file import TensorFile
@@ -178,8 +178,7 @@ def read(name, data, whole):
     expected = None
     if whole:
         good = TensorFile(io.BytesIO(FILES[name]), len(FILES[name]))
-        layouts = {n: (at.dtype, at.shape) for n, at in good.layouts.items() if n != "token_ids"}
-        expected = _checksum(good.header, layouts, good.read("token_ids"))
+        expected = checksum(good.header, good.layouts, good.read("token_ids"))
     file = TensorFile(io.BytesIO(data), len(data))
     return opened(file, "file", "key", None, CODECS[name], expected).load()
 

@@ -24,7 +24,7 @@ from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.buffer import Change, ModuleKV
 from cached_rag.kv.codecs import Codec, KeysAndValues, Tensors
 from cached_rag.kv.layers import Ragged, stacks_of
-from cached_rag.kv.tensor_file import TensorFile
+from cached_rag.kv.tensor_file import TensorFile, TensorLayout
 
 _IDS, _CHANGE = "token_ids", "change"
 _DAMAGED = "its content does not match its checksum"
@@ -47,8 +47,7 @@ def write_blob(
     tensors, header = contents(key, kv, codec, secret)
     save_file(tensors, str(path), header)
     path.chmod(0o600)
-    layouts = {n: (tensor.dtype, tuple(tensor.shape)) for n, tensor in tensors.items() if n != _IDS}
-    return path.stat().st_size, _checksum(header, layouts, tensors[_IDS], secret)
+    return path.stat().st_size, checksum(header, tensors, tensors[_IDS], secret)
 
 
 def contents(
@@ -78,33 +77,6 @@ def contents(
     return tensors | {_IDS: torch.tensor(kv.token_ids, dtype=torch.int32)}, header
 
 
-def open_blob(
-    path: Path,
-    key: str,
-    token_ids: Sequence[int] | None,
-    codec: Codec,
-    expected: str,
-    secret: bytes = b"",
-) -> StoredKV | None:
-    """Open a module's file; None if there is no file. Its layers are checked when they are read.
-
-    Args:
-        token_ids: the tokens whose KV it must hold; None for any.
-        expected: the checksum that the index has for it.
-        secret: it has to be signed with this; empty for checksums only.
-
-    Raises:
-        CorruptBlobError: damaged, or not what it should be. The file is left as it is.
-        StoreError: it cannot be read now; nothing is known about its content.
-    """
-    with _judged(str(path)):
-        try:
-            file = TensorFile.at(path)
-        except FileNotFoundError:
-            return None
-    return opened(file, str(path), key, token_ids, codec, expected, secret)
-
-
 def opened(
     file: TensorFile,
     name: str,
@@ -114,19 +86,24 @@ def opened(
     expected: str | None,
     secret: bytes = b"",
 ) -> StoredKV:
-    """As `open_blob`, for a file that is open.
+    """A module in a file that is open. Its layers are checked when they are read.
 
     Args:
         name: how messages call it.
-        expected: None if all of it was checked already.
+        token_ids: the tokens whose KV it must hold; None for any.
+        expected: the checksum that the index has for it; None if all of it was checked already.
+        secret: it has to be signed with this; empty for checksums only.
+
+    Raises:
+        CorruptBlobError: damaged, or not what it should be.
+        StoreError: it cannot be read now; nothing is known about its content.
     """
-    with _judged(name):
+    with judged(name):
         header = file.header
         if header.get("key") != key or header.get("codec") != codec.name:
             raise CorruptBlobError(_message(name, "it belongs to another module or codec"))
         ids = file.read(_IDS)
-        layouts = {n: (at.dtype, at.shape) for n, at in file.layouts.items() if n != _IDS}
-        if expected is not None and _checksum(header, layouts, ids, secret) != expected:
+        if expected is not None and checksum(header, file.layouts, ids, secret) != expected:
             raise CorruptBlobError(_message(name, _DAMAGED))
         held = tuple(ids.tolist())
         if token_ids is not None and held != tuple(token_ids):
@@ -190,7 +167,7 @@ class StoredKV:
         """What the tokens do to states, read and checked; errors as in `layer`."""
         if _CHANGE not in self.file.header:
             return None
-        with _judged(self.name):
+        with judged(self.name):
             begin, end, total = self.file.header[_CHANGE].split(",")
             packed = self.file.read(_CHANGE)
             if layer_sums({_CHANGE: packed}, self.secret) != [total]:
@@ -229,7 +206,7 @@ class StoredKV:
 
     def _read(self, stack: int, begin: int, end: int) -> KeysAndValues:
         """Layers `begin` to `end` (exclusive) of a stack."""
-        with _judged(self.name):
+        with judged(self.name):
             tensors = {}
             for name in self.file.layouts:
                 plain, _, number = name.partition(".")
@@ -270,14 +247,14 @@ def layer_sums(tensors: Tensors, secret: bytes = b"") -> list[str]:
     return found
 
 
-def _checksum(
+def checksum(
     header: Mapping[str, str],
-    layouts: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    parts: Mapping[str, torch.Tensor | TensorLayout],
     ids: torch.Tensor,
     secret: bytes = b"",
 ) -> str:
     """Of a file's header (layers' checksums included), tensor shapes and token ids."""
-    shapes = [(name, str(dtype), shape) for name, (dtype, shape) in sorted(layouts.items())]
+    shapes = [(name, str(one.dtype), tuple(one.shape)) for name, one in sorted(parts.items())]
     state = hasher(secret)
     state.update(json.dumps([sorted(header.items()), shapes]).encode())
     state.update(ids.contiguous().view(torch.uint8).numpy().data)
@@ -299,7 +276,7 @@ def _signer(secret: bytes) -> hashlib.blake2b:
 
 
 @contextmanager
-def _judged(name: str) -> Iterator[None]:
+def judged(name: str) -> Iterator[None]:
     """Turns errors that prove damage into CorruptBlobError, others of reading into StoreError."""
     try:
         yield

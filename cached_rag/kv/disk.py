@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from cached_rag.errors import CachedRAGError, CorruptBlobError, StoreError
-from cached_rag.kv.blob import StoredKV, open_blob, signer_name, write_blob
+from cached_rag.kv.blob import StoredKV, judged, opened, signer_name, write_blob
 from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.database import BRIEFLY_S, Problem
 from cached_rag.kv.entries import Entry, Listed
 from cached_rag.kv.files import DraftFiles, is_file, is_folder, make_folder, status_of
 from cached_rag.kv.fingerprint import module_key
-from cached_rag.kv.tiers import IsWanted, SigningError
+from cached_rag.kv.tensor_file import TensorFile
+from cached_rag.kv.tiers import ALWAYS, SigningError, Terms
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -47,7 +48,13 @@ _OTHER = (
 
 
 class DiskStore(Listed):
-    """A `KVStore` in a folder."""
+    """A `KVStore` in a folder.
+
+    Attributes:
+        path: the folder.
+        codec: how modules are written.
+        signer: tells those who have the secret from others; empty if there is none.
+    """
 
     def __init__(
         self,
@@ -67,7 +74,7 @@ class DiskStore(Listed):
         self.codec = codec_by_name(codec)
         super().__init__(self.path / _INDEX, codec, max_bytes)
         self._secret = (secret or "").encode()
-        self._signer = signer_name(self._secret)
+        self.signer = signer_name(self._secret)
         self._drafts = DraftFiles(self.path / "blobs" / _DRAFTS, self.path / "drafts.lock")
 
     def is_replaced(self) -> bool:
@@ -83,7 +90,7 @@ class DiskStore(Listed):
 
     def _is_usable(self, entry: Entry) -> bool:
         """Whether a file is signed with the secret, or with none where there is none."""
-        return entry.name[2 * _DRAWN :] == self._signer
+        return entry.name[2 * _DRAWN :] == self.signer
 
     def _check_signer(self, entry: Entry) -> None:
         """Raise SigningError if there is a file that is signed otherwise."""
@@ -119,17 +126,17 @@ class DiskStore(Listed):
         return self._found(key, token_ids, take)  # another process has replaced it
 
     def _opened(self, entry: Entry, token_ids: Sequence[int] | None) -> StoredKV | None:
-        codec, path = codec_by_name(entry.codec), self._file(entry)
+        """A file, unread; None if there is none. Errors as in `opened`, and SigningError."""
         self._check_signer(entry)
-        return open_blob(path, entry.key, token_ids, codec, entry.checksum, self._secret)
+        path, codec = self._file(entry), codec_by_name(entry.codec)
+        with judged(str(path)):
+            try:
+                file = TensorFile.at(path)
+            except FileNotFoundError:
+                return None
+        return opened(file, str(path), entry.key, token_ids, codec, entry.checksum, self._secret)
 
-    def put(
-        self,
-        key: str,
-        kv: ModuleKV,
-        wanted: IsWanted = lambda: True,
-        until: float | None = None,
-    ) -> None:
+    def put(self, key: str, kv: ModuleKV, terms: Terms = ALWAYS) -> None:
         """Keep a module; see `KVStore.put`.
 
         Raises:
@@ -138,11 +145,11 @@ class DiskStore(Listed):
         with self._drafts.open() as draft:
             nbytes, checksum = write_blob(draft, key, kv, self.codec, self._secret)
             self._check_size(nbytes, "disk_bytes")
-            name = os.urandom(_DRAWN).hex() + self._signer
+            name = os.urandom(_DRAWN).hex() + self.signer
             entry = Entry(key, self.codec.name, name, nbytes, checksum)
-            self._publish(draft, entry, wanted, until)
+            self._publish(draft, entry, terms)
 
-    def _publish(self, draft: Path, entry: Entry, wanted: IsWanted, until: float | None) -> None:
+    def _publish(self, draft: Path, entry: Entry, terms: Terms) -> None:
         """Give a draft its name and its row together; what it replaces or pushes out goes, too."""
         path = self._file(entry)
         make_folder(path.parent)
@@ -150,12 +157,12 @@ class DiskStore(Listed):
             self._flush()
         try:
             with self._database.transaction():
-                if not wanted():
+                if not terms.wanted():
                     return
                 replaced = self._entry(entry.key)
                 if replaced is not None and not self._secret:
                     self._check_signer(replaced)
-                gone = self._add(entry, until)
+                gone = self._add(entry, terms.until)
                 os.replace(draft, path)
                 self._discard(gone)
         except BaseException:

@@ -236,7 +236,7 @@ class Listed:
         """Add an entry, as the last of its queue; returns those that it replaces or pushes out.
 
         Args:
-            until: see `KVStore.put`.
+            until: see `Terms`.
 
         Raises:
             StoreFullError: it is larger than what pins leave.

@@ -22,13 +22,13 @@ from pathlib import Path
 import torch
 
 from cached_rag.errors import StoreError
-from cached_rag.kv.blob import signer_name
 from cached_rag.kv.buffer import Change, ModuleKV
 from cached_rag.kv.catalog import CATALOG, Catalog
 from cached_rag.kv.database import Database, Problem, row_sum
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.files import is_file
 from cached_rag.kv.fingerprint import digest, ids_digest, module_key
+from cached_rag.kv.tiers import Terms
 
 _TABLE = "prompts.sqlite"
 _SCHEMA = """
@@ -51,7 +51,7 @@ class KeptPrompt:
     Attributes:
         model: fingerprint of the model.
         namespace: the tenant's.
-        signer: of those who may read it, see `signer_name`.
+        signer: of those who may read it, see `DiskStore`.
         ids: all tokens.
         ends: of each piece, the slot behind its last token; ascending.
         stated: those of them behind which there is a state.
@@ -151,8 +151,8 @@ class KeptPrompts:
             StoreError: it cannot be opened.
         """
         self.max_bytes = max_bytes
-        self.signer = signer_name((secret or "").encode())
         self._disk = DiskStore(folder, secret=secret)
+        self.signer = self._disk.signer
         self._database = Database(folder / _TABLE, _SCHEMA)
         self._read: tuple[tuple[int, int], list[KeptPrompt], bool] | None = None
         self._known: dict[str, KeptPrompt] = {}  # by what was told; to read it takes long
@@ -205,13 +205,13 @@ class KeptPrompts:
             if not self._has_texts(prompt):
                 self.remove([prompt])
                 return False
+            terms = Terms(lambda: self._has(prompt))
             for key, (begin, end) in prompt.pieces.items():
                 if key not in self._disk:
-                    self._disk.put(key, piece(begin, end), lambda: self._has(prompt))
+                    self._disk.put(key, piece(begin, end), terms)
             for key, (begin, end) in prompt.states.items():
                 if key not in self._disk:
-                    kv = _as_module(prompt.ids[begin:end], state(end))
-                    self._disk.put(key, kv, lambda: self._has(prompt))
+                    self._disk.put(key, _as_module(prompt.ids[begin:end], state(end)), terms)
         except BaseException:
             self.remove([prompt])
             raise

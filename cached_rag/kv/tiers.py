@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,24 @@ Work = Callable[[str, ModuleKV, IsWanted], bool]
 _THREADS = 2
 # How long `Outbox.drop` waits for what is under way already.
 _UNDER_WAY_S = 60.0
+
+
+class Terms(NamedTuple):
+    """On what terms KV is kept.
+
+    Attributes:
+        wanted: called when no `delete` can come in between; nothing is kept if it says no. So a
+            text that is forgotten first, and whose KV is deleted then, leaves none, even if this
+            process is killed.
+        until: when it goes, in seconds since 1970, infinite for never; None for the end of what it
+            replaces, or never.
+    """
+
+    wanted: IsWanted = lambda: True
+    until: float | None = None
+
+
+ALWAYS = Terms()
 
 
 class SigningError(StoreError):
@@ -79,21 +97,8 @@ class KVStore(Protocol):
     def ends(self, key: str) -> float:
         """When an entry's time is over, in seconds since 1970; infinite for never."""
 
-    def put(
-        self,
-        key: str,
-        kv: ModuleKV,
-        wanted: IsWanted = lambda: True,
-        until: float | None = None,
-    ) -> None:
+    def put(self, key: str, kv: ModuleKV, terms: Terms = ALWAYS) -> None:
         """Keep a module; replaces an entry of the same key; may evict others (`entries.py`).
-
-        Args:
-            wanted: called when no `delete` can come in between; nothing is kept if it says no. So
-                a text that is forgotten first, and whose KV is deleted then, leaves none, even if
-                this process is killed.
-            until: when it goes, in seconds since 1970, infinite for never; None for the end of
-                what it replaces, or never.
 
         Raises:
             StoreFullError: it does not fit; nothing is changed.
@@ -134,13 +139,7 @@ class MemoryStore(Listed):
         """As `get`: all layers are there."""
         return self.get(key, token_ids)
 
-    def put(
-        self,
-        key: str,
-        kv: ModuleKV,
-        wanted: IsWanted = lambda: True,
-        until: float | None = None,
-    ) -> None:
+    def put(self, key: str, kv: ModuleKV, terms: Terms = ALWAYS) -> None:
         """See `KVStore.put`. If the tensors are views of larger ones, they are copied."""
         self._check_size(kv.nbytes, "memory_bytes")
         try:
@@ -152,9 +151,9 @@ class MemoryStore(Listed):
         kept = replace(kv, keys=keys, values=values)
         self._flush()
         with self._database.transaction():
-            if wanted():
+            if terms.wanted():
                 entry = Entry(key, self._codec_name, "", kept.nbytes, "")
-                self._discard(self._add(entry, until))
+                self._discard(self._add(entry, terms.until))
                 self.held[key] = kept
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -239,24 +238,18 @@ class TieredStore:
             raise damage
         return 0, None
 
-    def put(
-        self,
-        key: str,
-        kv: ModuleKV,
-        wanted: IsWanted = lambda: True,
-        until: float | None = None,
-    ) -> None:
+    def put(self, key: str, kv: ModuleKV, terms: Terms = ALWAYS) -> None:
         """Keep a module in the last tier, and in the faster ones if it fits.
 
         In these alone, if the last one has it from others and signed, as this process cannot.
         """
         level = len(self.tiers) - 1
         try:
-            self.tiers[-1].put(key, kv, wanted, until)
+            self.tiers[-1].put(key, kv, terms)
         except SigningError:
             if not level:
                 raise
-            self._keep(level, key, kv, wanted, until)
+            self._keep(level, key, kv, terms)
         else:
             self._keep(level, key, kv)
 
@@ -267,25 +260,18 @@ class TieredStore:
         """
         return sum(tier.delete(key) for tier in reversed(self.tiers)) > 0
 
-    def _keep(
-        self,
-        level: int,
-        key: str,
-        kv: ModuleKV,
-        wanted: IsWanted | None = None,
-        until: float | None = None,
-    ) -> None:
+    def _keep(self, level: int, key: str, kv: ModuleKV, terms: Terms | None = None) -> None:
         """Put what tier `level` has into the faster ones, unless it is deleted meanwhile.
 
         Args:
-            wanted: says whether it is, where tier `level` does not have it.
-            until: when it goes; None for when it does from tier `level`.
+            terms: where tier `level` does not have it; None for those on which it does.
         """
-        until = self.tiers[level].ends(key) if until is None else until
+        end = None if terms is None else terms.until
+        until = self.tiers[level].ends(key) if end is None else end
         for tier in self.tiers[:level]:
             with suppress(StoreFullError):  # too large for a fast tier is no error
-                tier.put(key, kv, until=until)
-        is_wanted = key in self.tiers[level] if wanted is None else wanted()
+                tier.put(key, kv, Terms(until=until))
+        is_wanted = key in self.tiers[level] if terms is None else terms.wanted()
         if not is_wanted:
             for tier in self.tiers[:level]:
                 tier.delete(key)

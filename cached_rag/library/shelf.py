@@ -24,7 +24,7 @@ from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.fingerprint import ids_digest, module_key
 from cached_rag.kv.remote import HEADS_S, RemoteTier
-from cached_rag.kv.tiers import IsWanted, MemoryStore, Outbox, Prefetcher, TieredStore
+from cached_rag.kv.tiers import IsWanted, MemoryStore, Outbox, Prefetcher, Terms, TieredStore
 from cached_rag.library.matching import EncodedAfter
 
 _T = TypeVar("_T")
@@ -138,13 +138,13 @@ class Shelf:
         """Put KV into all tiers; into the remote one in the background.
 
         Args:
-            wanted, until: see `KVStore.put` and `RemoteTier.offer`.
+            wanted, until: see `Terms` and `RemoteTier.offer`.
 
         Raises:
             StoreFullError: there is no room on this machine.
         """
         key = self.key(behind, kv.token_ids)
-        self.store.put(key, kv, wanted, until)
+        self.store.put(key, kv, Terms(wanted, until))
         if self.remote is not None:
             self.remote.offer(self.namespace, key, kv, wanted)
 
@@ -323,7 +323,7 @@ class Shelf:
     def _write(self, key: str, kv: ModuleKV, wanted: IsWanted) -> bool:
         assert self.disk is not None
         with self.spared():
-            self.disk.put(key, kv, wanted)
+            self.disk.put(key, kv, Terms(wanted))
         return True
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cached_rag.errors import StoreFullError
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.disk import DiskStore
-from cached_rag.kv.tiers import MemoryStore, TieredStore
+from cached_rag.kv.tiers import MemoryStore, Terms, TieredStore
 
 ROOM = 20
 
@@ -241,5 +241,5 @@ def test_pins_that_are_over_count_no_more(monkeypatch):
 def test_what_replaces_another_ends_as_that_did_unless_it_is_told():
     cache = MemoryStore(ROOM)
     for until, end in ((9e9, 9e9), (None, 9e9), (8e9, 8e9), (float("inf"), float("inf"))):
-        cache.put("a", ONE, until=until)
+        cache.put("a", ONE, Terms(until=until))
         assert cache.ends("a") == end

@@ -27,11 +27,12 @@ from cached_rag import Engine, StoreConfig
 from cached_rag.backends.machine import kept_profile, profile_key, profile_of
 from cached_rag.backends.resolve import file_digest
 from cached_rag.errors import CorruptBlobError, StoreError
-from cached_rag.kv import database, disk, holdings
+from cached_rag.kv import database, holdings
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import Catalog, Maker
 from cached_rag.kv.disk import DiskStore
-from cached_rag.kv.tiers import MemoryStore, TieredStore
+from cached_rag.kv.tensor_file import TensorFile
+from cached_rag.kv.tiers import MemoryStore, Terms, TieredStore
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.rag.index import DocumentIndex
@@ -140,7 +141,7 @@ def test_a_file_put_anew_does_not_go_with_the_old_one(store, other, monkeypatch,
 
 
 def test_a_reader_is_not_misled_by_a_file_replaced_while_it_looks(store, other, monkeypatch):
-    read, kv = disk.open_blob, module(1)
+    read, kv = TensorFile.at, module(1)
     latest = [ModuleKV(kv.token_ids, 3, kv.values, kv.keys)]
 
     def late(*arguments):
@@ -148,7 +149,7 @@ def test_a_reader_is_not_misled_by_a_file_replaced_while_it_looks(store, other, 
             store.put(key(1), latest.pop())
         return read(*arguments)
 
-    monkeypatch.setattr(disk, "open_blob", late)
+    monkeypatch.setattr(TensorFile, "at", late)
     assert other.get(key(1), kv.token_ids).start == 3
     assert len(list(store.path.glob("blobs/*/*"))) == 1
     assert store.check() == []
@@ -225,11 +226,11 @@ def test_signed_kv_replaces_unsigned_and_never_the_other_way_round(tmp_path):
         tiers = TieredStore([MemoryStore(1 << 20), plain])
         tiers.put(key(1), kv)
         assert same(tiers.get(key(1), kv.token_ids), kv)  # from memory
-        tiers.put(key(2), module(2), lambda: False)
+        tiers.put(key(2), module(2), Terms(lambda: False))
         assert key(2) not in tiers
         tiers.delete(key(2))
         tiers.tiers[0].delete(key(1))
-        tiers.put(key(1), kv, iter([True, False]).__next__)  # forgotten while it is put
+        tiers.put(key(1), kv, Terms(iter([True, False]).__next__))  # forgotten while it is put
         assert key(1) not in tiers
         assert the_file(plain) == before
         assert same(signed.get(key(1), kv.token_ids), kv)
