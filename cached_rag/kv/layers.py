@@ -64,12 +64,6 @@ class Ragged:
         """The same of changed stacks."""
         return Ragged([change(stack) for stack in self.stacks], self.places)
 
-    def copy_(self, other: Ragged, *, non_blocking: bool = False) -> Ragged:
-        """Copy another one's numbers, of the same sizes, here."""
-        for own, theirs in zip(self.stacks, other.stacks, strict=True):
-            own.copy_(theirs, non_blocking=non_blocking)
-        return self
-
     def to(self, *args: Any, **options: Any) -> Ragged:
         """As a tensor's."""
         return self.each(lambda stack: stack.to(*args, **options))
@@ -105,6 +99,13 @@ Layered: TypeAlias = torch.Tensor | Ragged
 def stacks_of(layered: Layered) -> tuple[torch.Tensor, ...]:
     """The tensors that hold all layers."""
     return layered.stacks if isinstance(layered, Ragged) else (layered,)
+
+
+def layers_in(layered: Layered, stack: int) -> Sequence[int]:
+    """The numbers of the layers that are in a stack, in order."""
+    if not isinstance(layered, Ragged):
+        return range(len(layered))
+    return [layer for layer, at in enumerate(layered.places) if at and at[0] == stack]
 
 
 def each(layered: Layered, change: Callable[[torch.Tensor], torch.Tensor]) -> Layered:

@@ -12,12 +12,12 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from cached_rag.errors import RelocationError
-from cached_rag.kv.layers import Layered, Ragged
+from cached_rag.kv.layers import Layered, layers_in, stacks_of
 
 Style = Literal["none", "half", "interleaved"]
 # On a CPU, keys are rotated in parts of about so many elements, whose fp32 copies fit its caches.
@@ -124,18 +124,16 @@ class PositionRule:
         Raises:
             RelocationError: the model has no rule.
         """
-        target: Any = out
+        pairs = list(zip(stacks_of(side), stacks_of(out), strict=True))
         if delta == 0 or (of == "values" and not self.values):
-            target.copy_(side, non_blocking=True)
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
             return out
         self.check(delta, 0)
         rules = self.layers if of == "keys" else self.values
-        if isinstance(side, Ragged) and isinstance(out, Ragged):
-            for number, (source, target) in enumerate(zip(side.stacks, out.stacks, strict=True)):
-                held = [i for i, at in enumerate(side.places) if at and at[0] == number]
-                _rotate_all(source, [rules[layer] for layer in held], delta, target)
-        elif not isinstance(side, Ragged) and not isinstance(out, Ragged):
-            _rotate_all(side, rules[first_layer : first_layer + len(side)], delta, out)
+        for number, (source, target) in enumerate(pairs):
+            held = [rules[first_layer + layer] for layer in layers_in(side, number)]
+            _rotate_all(source, held, delta, target)
         return out
 
 

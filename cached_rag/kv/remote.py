@@ -11,14 +11,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as LateError
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 from weakref import WeakSet
 
-from cachetools import TTLCache
+from cachetools import TLRUCache
 
 from cached_rag.config import CODEC_NAMES, StoreConfig
 from cached_rag.errors import CorruptBlobError, StoreError
@@ -33,10 +33,9 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 # Most bytes of KV that wait to be sent, and how long encoding may be held up by that in all.
 BUFFER_BYTES, _HELD_UP_S = 256 << 20, 20.0
-# Names that were not there are not asked for again for so long, and so many of them are remembered.
-_MISSING_S, _MOST_MISSING = 10.0, 1 << 16
-# How long a value that is of no use is not asked for again: another machine may write it anew.
-_BAD_S = 300.0
+# How long names that were not there are not asked for again, and names whose value is of no use,
+# which another machine may write anew; and how many of them are remembered.
+_MISSING_S, _BAD_S, _MOST_USELESS = 10.0, 300.0, 1 << 16
 # Sending goes on after a failure, unless the pause that it asks for is longer than this.
 _PATIENCE_S = 4.0
 # How long a tenant that is closed waits for what it offered.
@@ -83,9 +82,10 @@ class RemoteTier:
         # What is sent may take longer, and its failures do not keep prompts from asking.
         self._reading, self._sending = Calls(transport, timeout_s), Calls(transport, timeout_s)
         self._uploads = Outbox(self._send, BUFFER_BYTES, _HELD_UP_S)
-        # Names that lately had no value, and names whose value is of no use.
-        self._missing: TTLCache[str, None] = TTLCache(_MOST_MISSING, _MISSING_S)
-        self._bad: TTLCache[str, None] = TTLCache(_MOST_MISSING, _BAD_S)
+        # Names that lately had no value, or one of no use, and for how long they are not asked for.
+        self._useless: TLRUCache[str, float] = TLRUCache(
+            _MOST_USELESS, lambda _, seconds, now: now + seconds
+        )
         self._noting = threading.Lock()
         _OPEN.add(self)
 
@@ -122,12 +122,12 @@ class RemoteTier:
         for name, data in zip(asked, values, strict=True):
             key = names[name]
             if data is None:
-                self._note(self._missing, [name])
+                self._note([name], _MISSING_S)
                 continue
             try:
                 found[key] = self._wire.unpack(name, data, key, wanted[key])
             except CorruptBlobError as error:
-                self._note(self._bad, [name])
+                self._note([name], _BAD_S)
                 _log.warning("%s", error)
                 problems.append(str(error))
         self.link.note(sum(kv.seq_len for kv in found.values()), time.perf_counter() - began)
@@ -145,7 +145,7 @@ class RemoteTier:
         for part in self._parts(asked):
             begins += self._reading.ask(partial(self._transport.begin, part, len(mark)))
         found = {name: data == mark for name, data in zip(asked, begins, strict=True)}
-        self._note(self._missing, [name for name, is_there in found.items() if not is_there])
+        self._note([name for name, is_there in found.items() if not is_there], _MISSING_S)
         return {names[name] for name, is_there in found.items() if is_there}
 
     def heads(self, namespace: str, model: str) -> list[Head]:
@@ -259,8 +259,7 @@ class RemoteTier:
                 is_sent = self._is_taken_back(name)
         if is_sent:
             with self._noting:
-                self._missing.pop(name, None)
-                self._bad.pop(name, None)
+                self._useless.pop(name, None)
         return is_sent
 
     def _is_taken_back(self, name: str) -> bool:
@@ -288,11 +287,11 @@ class RemoteTier:
     def _unknown(self, names: Iterable[str]) -> list[str]:
         """Those names of which it is not known that they have no value, or a bad one."""
         with self._noting:
-            return [name for name in names if name not in self._missing and name not in self._bad]
+            return [name for name in names if name not in self._useless]
 
-    def _note(self, where: TTLCache[str, None], names: list[str]) -> None:
+    def _note(self, names: list[str], seconds: float) -> None:
         with self._noting:
-            where.update(dict.fromkeys(names))
+            self._useless.update(dict.fromkeys(names, seconds))
 
     def _parts(self, names: Sequence[str]) -> Iterator[Sequence[str]]:
         """Names, as many at a time as the transport takes in one round trip."""
@@ -381,8 +380,8 @@ class Calls:
         self._until = self._pause = 0.0
         self._failed_at = float("-inf")
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(_THREADS, "remote")
-        self._closed = threading.Event()
+        self._turns = threading.Semaphore(_THREADS)
+        self._closed: Future[Any] = Future()
 
     @property
     def pause_s(self) -> float:
@@ -390,39 +389,55 @@ class Calls:
         return max(0.0, self._until - time.monotonic())
 
     def ask(self, work: Callable[[], _T]) -> _T:
-        """Do something with the transport, on another thread, and wait for `timeout_s` at most.
+        """Do something with the transport, and wait for `timeout_s` at most.
 
         Raises:
             StoreError: it did not answer in time, refused, lately did one of these, or is closed.
         """
-        self._check()
-        began = time.monotonic()
-        try:
-            future = self._threads.submit(self._done, work)
-            return future.result(self.timeout_s)
-        except (CancelledError, RuntimeError):  # `_done` raises neither: `close` came in between
-            raise self._was_closed() from None
-        except LateError:
-            future.cancel()
-            self._failed(began)
-            raise self._failure(f"it did not answer within {self.timeout_s:g} s") from None
+        return self._answer(work, self.timeout_s)
 
     def do(self, work: Callable[[], _T]) -> _T:
-        """As `ask`, on this thread; only the transport's own bounds end it."""
-        self._check()
-        return self._done(work)
+        """As `ask`, but only the transport's own bounds, or `close`, end it."""
+        return self._answer(work, None)
 
     def rest(self, seconds: float) -> bool:
         """Wait; says whether this was closed meanwhile."""
-        return self._closed.wait(seconds)
+        wait((self._closed,), seconds)
+        return self._closed.done()
 
     def close(self) -> None:
         """Ask no more. What is being asked is left to end by itself."""
-        self._closed.set()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with suppress(InvalidStateError):
+            self._closed.set_result(None)
+
+    def _answer(self, work: Callable[[], _T], patience_s: float | None) -> _T:
+        self._check()
+        began, answer = time.monotonic(), Future[_T]()
+        args = answer, work
+        try:  # the interpreter's end waits for threads of a pool, also when that was shut down
+            threading.Thread(target=self._settle, args=args, name="remote", daemon=True).start()
+        except RuntimeError:  # it has come to its end, and starts no thread any more
+            self._settle(*args)
+        wait((answer, self._closed), patience_s, FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        answer.cancel()  # if it has not begun
+        if self._closed.done():
+            raise self._was_closed()
+        self._failed(began)
+        raise self._failure(f"it did not answer within {patience_s:g} s")
+
+    def _settle(self, answer: Future[_T], work: Callable[[], _T]) -> None:
+        with self._turns:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(self._done(work))
+            except BaseException as error:
+                answer.set_exception(error)
 
     def _check(self) -> None:
-        if self._closed.is_set():
+        if self._closed.done():
             raise self._was_closed()
         with self._lock:
             now = time.monotonic()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -123,7 +123,6 @@ class ObjectBlobs:
             from obstore.store import from_url
         self.label = label_of(url)
         self._threads = ThreadPoolExecutor(_THREADS, "objects")
-        self._closed = Future[None]()
         try:
             self._store: Any = from_url(url, **_options(url, timeout_s, 1))
             self._sender: Any = from_url(url, **_options(url, max(timeout_s, SENDING_S), 0))
@@ -141,16 +140,7 @@ class ObjectBlobs:
 
     def put(self, name: str, data: bytes) -> None:
         """See `Transport`."""
-        sent = Future[None]()
-        args = (sent, lambda: self._sender.put(name, data))
-        try:  # the interpreter's end waits for threads of a pool, also when this was closed
-            threading.Thread(target=_settle, args=args, name="sending", daemon=True).start()
-        except RuntimeError:  # it has come to its end, and starts no thread any more
-            _settle(*args)
-        wait((sent, self._closed), return_when=FIRST_COMPLETED)
-        if not sent.done():
-            raise OSError("it was closed in this process while it was sent to")
-        sent.result()
+        self._sender.put(name, data)
 
     def delete(self, names: Sequence[str]) -> None:
         """See `Transport`."""
@@ -162,8 +152,6 @@ class ObjectBlobs:
     def close(self) -> None:
         """See `Transport`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if not self._closed.done():
-            self._closed.set_result(None)
 
     def _get(self, name: str, most_bytes: int, options: Any = None) -> bytes | None:
         try:
@@ -186,15 +174,6 @@ class ObjectBlobs:
     def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._store.delete(name)
-
-
-def _settle(done: Future[None], work: Callable[[], object]) -> None:
-    try:
-        work()
-    except BaseException as error:
-        done.set_exception(error)
-    else:
-        done.set_result(None)
 
 
 def _options(url: str, timeout_s: float, retries: int) -> dict[str, Any]:

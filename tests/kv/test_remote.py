@@ -247,7 +247,7 @@ def test_only_what_is_signed_with_the_key_is_used_and_the_rest_is_left_there(url
     there = tiers(url, secret=mine)
     there._transport.put(there._name("", key(41)), b"")
     assert there.holds("", [key(40), key(41), key(42)]) == set()
-    there._missing.clear()
+    there._useless.clear()
     assert tiers(url).holds("", [key(40)]) == {key(40)}
     assert not fetch(there, kv)
     assert there.holds("", [key(40)]) == set()  # so that it is sent again
@@ -528,12 +528,12 @@ def test_who_waits_for_a_turn_while_the_tier_closes_is_told():
             others.submit(calls.ask, lambda: begun.release() or ends.wait())
             begun.acquire()
         late = others.submit(calls.ask, str)
-        while not calls._threads._work_queue.qsize():
+        while sum(one.name == "remote" for one in threading.enumerate()) <= remote._THREADS:
             time.sleep(0.01)
         calls.close()
-        ends.set()
         with pytest.raises(StoreError, match="closed"):
             late.result()
+        ends.set()
 
 
 def test_closing_does_not_wait_for_a_server_that_is_gone(tmp_path, tiers):
