@@ -61,26 +61,21 @@ class RemoteTier:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        codec: str,
-        *,
-        secret: str | None,
-        timeout_s: float,
-        sizes: Sizes | None = None,
+        self, transport: Transport, config: StoreConfig, sizes: Sizes | None = None
     ) -> None:
         """Connects when it is first used.
 
         Args:
-            secret: signs values; values without this signature are not used.
-            timeout_s: the longest wait for an answer.
+            config: how KV is written there and signed, and the longest wait for an answer.
             sizes: the model's; what has others is not used. None for a tier that only deletes.
         """
-        self.link, self.label, self.codec = Link(), transport.label, codec_by_name(codec)
+        self.link, self.label = Link(), transport.label
+        self.codec = codec_by_name(config.codec)
         self._transport = transport
-        self._wire = Wire(self.codec, (secret or "").encode(), sizes)
+        self._wire = Wire(self.codec, (config.signing_key or "").encode(), sizes)
         # What is sent may take longer, and its failures do not keep prompts from asking.
-        self._reading, self._sending = Calls(transport, timeout_s), Calls(transport, timeout_s)
+        self._reading = Calls(transport, config.remote_timeout)
+        self._sending = Calls(transport, config.remote_timeout)
         self._uploads = Outbox(self._send, BUFFER_BYTES, _HELD_UP_S)
         # Names that lately had no value, or one of no use, and for how long they are not asked for.
         self._useless: TLRUCache[str, float] = TLRUCache(
@@ -316,11 +311,7 @@ def open_remote(config: StoreConfig, sizes: Sizes | None = None) -> RemoteTier |
     """
     if config.remote is None:
         return None
-    wait_s = config.remote_timeout
-    transport = open_transport(config.remote, wait_s)
-    return RemoteTier(
-        transport, config.codec, secret=config.signing_key, timeout_s=wait_s, sizes=sizes
-    )
+    return RemoteTier(open_transport(config.remote, config.remote_timeout), config, sizes)
 
 
 class Link:

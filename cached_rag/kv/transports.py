@@ -240,7 +240,7 @@ class RedisBlobs:
             with self._client.pipeline(transaction=False) as pipe:
                 for name, most in zip(_prefixed(names), most_bytes, strict=True):
                     pipe.getrange(name, 0, most - 1)
-                found = _replies(pipe, bytes, len(names))
+                found = _replies(pipe, len(names))
         finally:
             del _expected.nbytes
         return [data or None for data in found]  # it says nothing of what it does not have
@@ -263,8 +263,8 @@ class RedisBlobs:
         self._sender.close()
 
 
-def _replies(pipe: Any, kind: type, count: int) -> list[Any]:
-    """What a pipeline comes to; False for what is no value of this library.
+def _replies(pipe: Any, count: int) -> list[bytes]:
+    """What a pipeline comes to; empty for what is no value of this library.
 
     Raises:
         OSError: it is not so many replies of this kind.
@@ -273,8 +273,8 @@ def _replies(pipe: Any, kind: type, count: int) -> list[Any]:
 
     found = pipe.execute(raise_on_error=False)
     if isinstance(found, list):  # a key of another type is one error, and takes no other with it
-        found = [kind() if isinstance(one, redis.ResponseError) else one for one in found]
-    if not (isinstance(found, list) and [type(one) for one in found] == [kind] * count):
+        found = [b"" if isinstance(one, redis.ResponseError) else one for one in found]
+    if not (isinstance(found, list) and [type(one) for one in found] == [bytes] * count):
         raise OSError("its reply is none to what it was asked")
     return found
 

@@ -23,13 +23,14 @@ import torch
 from safetensors.torch import save
 from servers import Proxy, Server, free_port, redis_server, s3_server
 
+from cached_rag import StoreConfig
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
 from cached_rag.kv import remote, wire
 from cached_rag.kv.blob import contents
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.layers import KVShapes, LayerShape
-from cached_rag.kv.remote import Calls, RemoteTier
+from cached_rag.kv.remote import Calls, RemoteTier, open_remote
 from cached_rag.kv.tiers import Outbox
 from cached_rag.kv.transports import label_of, open_transport
 from cached_rag.kv.wire import Sizes, Wire
@@ -101,9 +102,8 @@ def tiers():
     made: list[RemoteTier] = []
 
     def make(url: str, codec="raw", secret=None, timeout_s=10.0) -> RemoteTier:
-        made.append(
-            RemoteTier(open_transport(url, timeout_s), codec, secret=secret, timeout_s=timeout_s)
-        )
+        how = StoreConfig(remote=url, codec=codec, signing_key=secret, remote_timeout=timeout_s)
+        made.append(open_remote(how))
         return made[-1]
 
     yield make
