@@ -23,9 +23,11 @@ CREATE TABLE IF NOT EXISTS modules (
     id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, namespace TEXT NOT NULL,
     text_digest TEXT NOT NULL, anchor TEXT NOT NULL, length INTEGER NOT NULL,
     token_ids BLOB NOT NULL, token_starts BLOB NOT NULL, checksum TEXT NOT NULL,
+    learned INTEGER NOT NULL DEFAULT 1,  -- until somebody gives it
     UNIQUE (model, namespace, text_digest)
 );
 CREATE INDEX IF NOT EXISTS modules_in_order ON modules (model, namespace);  -- and row number
+CREATE INDEX IF NOT EXISTS learned ON modules (namespace) WHERE learned;
 CREATE TABLE IF NOT EXISTS encodings (
     model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
     context TEXT NOT NULL, checksum TEXT NOT NULL,
@@ -40,10 +42,6 @@ INSERT INTO removals SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM removals);
 CREATE TABLE IF NOT EXISTS others (
     model TEXT NOT NULL, namespace TEXT NOT NULL, digest TEXT NOT NULL, token_ids BLOB NOT NULL,
     context TEXT NOT NULL, PRIMARY KEY (model, namespace, digest, context)
-);
-CREATE TABLE IF NOT EXISTS learned (
-    model TEXT NOT NULL, namespace TEXT NOT NULL, text_digest TEXT NOT NULL,
-    PRIMARY KEY (model, namespace, text_digest)
 );
 CREATE TABLE IF NOT EXISTS doomed (
     id INTEGER PRIMARY KEY AUTOINCREMENT, model TEXT NOT NULL, namespace TEXT NOT NULL,
@@ -211,7 +209,7 @@ class Catalog:
         """Forget this model, for all tenants, but for KV of it that still has to go."""
         model = self.maker.model
         with self.database.transaction() as connection:
-            for table in ("modules", "others", "learned", "makers"):
+            for table in ("modules", "others", "makers"):
                 connection.execute(f"DELETE FROM {table} WHERE model = ?", (model,))
             # Nobody will use the model again, and so mend these; see `damage`.
             rows = self.database.rows(f"{_PREFIXES} WHERE model = ?", model)
@@ -241,18 +239,15 @@ class Catalog:
         sql = _put("modules", "text_digest", "anchor, length, token_ids, token_starts, checksum")
         where = "WHERE model = ? AND namespace = ? AND text_digest = ?"
         names = [row[:3] for row in rows]
-        mark = (
-            "INSERT OR IGNORE INTO learned SELECT ?1, ?2, ?3 WHERE NOT EXISTS"
-            " (SELECT 1 FROM modules WHERE model = ?1 AND namespace = ?2 AND text_digest = ?3)"
-        )
         with self.database.transaction(patience_s) as connection:
-            connection.executemany(mark if learned else f"DELETE FROM learned {where}", names)
             connection.executemany(sql, rows)
             connection.executemany(f"DELETE FROM doomed {where}", names)
+            if not learned:
+                connection.executemany(f"UPDATE modules SET learned = 0 {where} AND learned", names)
 
     def learned(self) -> list[str]:
         """The tenant's texts that were marked so, for any model; the oldest first."""
-        query = "SELECT text_digest FROM learned WHERE namespace = ? ORDER BY rowid"
+        query = "SELECT text_digest FROM modules WHERE namespace = ? AND learned ORDER BY id"
         return self.database.read(str, query, self.namespace)
 
     def find(self, text_digests: Iterable[str]) -> list[ChunkRecord]:

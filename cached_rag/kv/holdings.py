@@ -111,9 +111,6 @@ class Removals:
             connection.executemany(f"{_DOOM} SELECT {columns} {where}", rows)
             connection.executemany(f"{_DOOM} VALUES (?, ?, ?, ?, '')", given)
             connection.executemany(f"DELETE {where}", rows)
-            connection.executemany(
-                "DELETE FROM learned WHERE namespace = ? AND text_digest = ?", rows
-            )
             connection.execute("UPDATE removals SET count = count + 1")
 
     def finish(self, text_digests: Collection[str] | None = None) -> int:
