@@ -321,8 +321,8 @@ class Database:
             ) from error
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             why = str(error)
-            if "full" in why:
-                message = f"no room for the index {self.path}: {why}; free some space"
+            if "full" in why or ("I/O" in why and _is_full(self.path.parent)):
+                message = f"no room for {self.path} and the files beside it: {why}; free some space"
                 raise StoreFullError(message) from error
             if "locked" in why:
                 raise StoreError(
@@ -331,9 +331,6 @@ class Database:
                 ) from error
             if "unable to open" in why or "readonly" in why:
                 raise self._forbidden(why) from error
-            if "I/O" in why and _is_full(self.path.parent):
-                message = f"no room for the files beside {self.path}: {why}; free some space"
-                raise StoreFullError(message) from error
             if "I/O" in why:
                 message = f"{self.path} cannot be read or written ({why}); look after the disk"
                 raise StoreError(message) from error

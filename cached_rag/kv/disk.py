@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -214,7 +215,7 @@ class DiskStore(Listed):
             sizes += _removed(self._litter()[0])
             self._take_out_these(one for one in self._all() if not is_file(self._file(one)))
             self._recount()
-            evicted = self._take_out_over()
+            evicted = self._take_out("until <= ?", time.time())
             if max_bytes is not None:
                 for pinned in (False, True):
                     evicted += self._evict(max_bytes, pinned=pinned)

@@ -242,7 +242,7 @@ class Listed:
             StoreFullError: it is larger than what pins leave.
         """
         this, rows = (entry.key, entry.codec), self._database.rows
-        gone = self._take_out_over()
+        gone = self._take_out("until <= ?", time.time())
         before = rows(f"SELECT is_main, uses, pinned, until FROM files WHERE {_THIS}", *this)
         is_back = bool(rows(f"DELETE FROM gone WHERE {_THIS} RETURNING key", *this))
         is_main, uses, pinned, end = before[0] if before else (is_back, 0, 0, math.inf)
@@ -265,10 +265,6 @@ class Listed:
         return self._database.read(
             Entry, f"DELETE FROM files WHERE {where} RETURNING {_ENTRY}", *parameters
         )
-
-    def _take_out_over(self) -> list[Entry]:
-        """Those whose time is over."""
-        return self._take_out("until <= ?", time.time())
 
     def _take_out_these(self, entries: Iterable[Entry]) -> list[Entry]:
         """Those of these that are there, but none that has replaced them."""

@@ -7,7 +7,7 @@ and values, or read another layer's. Knows sizes; knows no model.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias, overload
 
@@ -201,13 +201,11 @@ class KVShapes:
 
     def fits(self, keys: Layered, values: Layered, tokens: int) -> bool:
         """Whether (num_layers, heads, tokens, dim) keys and values are what the model keeps."""
-        for side, dims in ((keys, "key_dim"), (values, "value_dim")):
-            wanted = [
-                (self.layers.count(shape), shape.heads, tokens, getattr(shape, dims))
-                for shape in self.kinds
-            ]
-            places = side.places if isinstance(side, Ragged) else self.places
-            is_typed = side.dtype == self.dtype and places == self.places
-            if not is_typed or [tuple(stack.shape) for stack in stacks_of(side)] != wanted:
-                return False
-        return isinstance(keys, Ragged) != self.is_even
+        wanted = replace(self, device=torch.device("meta")).empty(tokens)
+        return (_form(keys), _form(values)) == (_form(wanted[0]), _form(wanted[1]))
+
+
+def _form(layered: Layered) -> tuple[object, ...]:
+    """What all tensors of the same kinds of layers and the same size have in common."""
+    places = layered.places if isinstance(layered, Ragged) else None
+    return places, layered.dtype, [stack.shape for stack in stacks_of(layered)]
