@@ -113,7 +113,8 @@ def opened(
         if not isinstance(dtype, torch.dtype):
             raise ValueError("its header names no dtype")
         places = _places(header, len(sums))
-        return StoredKV(held, int(header["start"]), file, sums, places, codec, dtype, name, secret)
+        start, end = int(header["start"]), len(held)
+        return StoredKV(held, start, file, sums, places, codec, dtype, name, secret, 0, end)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class StoredKV:
         dtype: what keys and values are decoded to.
         name: how messages call the file.
         secret: what the checksums are signed with; empty if they are not.
-        begin, end: the part of the tokens that this is; None is their end.
+        begin, end: the part of the tokens that this is.
     """
 
     all_ids: tuple[int, ...]
@@ -139,9 +140,9 @@ class StoredKV:
     codec: Codec
     dtype: torch.dtype
     name: str
-    secret: bytes = field(default=b"", repr=False)
-    begin: int = 0
-    end: int | None = None
+    secret: bytes = field(repr=False)
+    begin: int
+    end: int
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -165,6 +166,10 @@ class StoredKV:
     @property
     def change(self) -> Change | None:
         """What the tokens do to states, read and checked; errors as in `layer`."""
+        whole = self._whole_change()
+        return whole and whole.within(self.begin, self.end)
+
+    def _whole_change(self) -> Change | None:
         if _CHANGE not in self.file.header:
             return None
         with judged(self.name):
@@ -172,8 +177,7 @@ class StoredKV:
             packed = self.file.read(_CHANGE)
             if layer_sums({_CHANGE: packed}, self.secret) != [total]:
                 raise CorruptBlobError(_message(self.name, _DAMAGED))
-            whole = Change(int(begin), int(end), packed[0])
-        return whole.within(self.begin, len(self.all_ids) if self.end is None else self.end)
+            return Change(int(begin), int(end), packed[0])
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read one layer, check it, decode it.
@@ -193,10 +197,8 @@ class StoredKV:
         sides = zip(*(self._read(n, 0, count) for n, count in enumerate(self._counts)), strict=True)
         is_even = len(self._counts) == 1 and None not in self.places
         keys, values = (side[0] if is_even else Ragged(side, self.places) for side in sides)
-        kv = ModuleKV(
-            self.all_ids, self.first, keys, values, replace(self, begin=0, end=None).change
-        )
-        return kv if self.end is None and not self.begin else kv.slice(self.begin, self.end or 0)
+        whole = ModuleKV(self.all_ids, self.first, keys, values, self._whole_change())
+        return whole.slice(self.begin, self.end)
 
     @property
     def _counts(self) -> list[int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -296,9 +297,8 @@ class LayerLoader:
 
     def __init__(self, buffer: KVBuffer, placements: Sequence[Placed], rule: PositionRule) -> None:
         self._buffer, self._placements, self._rule = buffer, tuple(placements), rule
-        self._ready = [threading.Event() for _ in range(len(buffer.keys))]
-        self._copied: list[Any] = []
-        self._error: BaseException | None = None
+        # Of each layer, on CUDA with the event of its last copy.
+        self._ready = [Future[Any]() for _ in range(len(buffer.keys))]
         self.failed: Placed | None = None
         self._is_cancelled = False
         self._device = buffer.keys.device
@@ -317,11 +317,9 @@ class LayerLoader:
             CorruptBlobError: a module's file is damaged.
             StoreError: a module's file cannot be read now.
         """
-        self._ready[layer].wait()
-        if self._error is not None:
-            raise self._error
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._copied[layer])
+        copied = self._ready[layer].result()
+        if copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied)
 
     def finish(self) -> None:
         """Stop loading, complete or not; nothing writes into the buffer afterwards."""
@@ -334,26 +332,25 @@ class LayerLoader:
         try:
             for layer, ready in enumerate(self._ready):
                 if self._is_cancelled:
-                    return
-                self._load(layer)
-                ready.set()
+                    ready.cancel()
+                else:
+                    ready.set_result(self._load(layer))
         except BaseException as error:  # raised again by `wait`
-            self._error = error
-        finally:
-            for ready in self._ready:
-                ready.set()
+            for ready in self._ready[layer:]:
+                ready.set_exception(error)
 
     @torch.inference_mode()
-    def _load(self, layer: int) -> None:
+    def _load(self, layer: int) -> Any:
         with torch.cuda.stream(self._stream):  # does nothing if there is none
             for place in self._placements:
                 self.failed = place
                 self._buffer.place_layer(place.kv, place.begin, self._rule, layer)
             self.failed = None
-            if self._stream is not None:
-                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                copied.record(self._stream)
-                self._copied.append(copied)
+            if self._stream is None:
+                return None
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(self._stream)
+            return copied
 
 
 class Workspace:

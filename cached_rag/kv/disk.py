@@ -23,7 +23,7 @@ from cached_rag.kv.buffer import LayerSource, ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.database import BRIEFLY_S, Problem
 from cached_rag.kv.entries import Entry, Listed
-from cached_rag.kv.files import DraftFiles, is_file, is_folder, make_folder, status_of
+from cached_rag.kv.files import DraftFiles, is_file, is_folder, make_folder
 from cached_rag.kv.fingerprint import module_key
 from cached_rag.kv.tensor_file import TensorFile
 from cached_rag.kv.tiers import ALWAYS, SigningError, Terms
@@ -210,9 +210,9 @@ class DiskStore(Listed):
         """
         self._flush()
         with self._drafts.abandoned() as drafts:
-            sizes = _removed(drafts)
+            sizes = _unlink(drafts)
         with self._database.transaction():
-            sizes += _removed(self._litter()[0])
+            sizes += _unlink(self._litter()[0])
             self._take_out_these(one for one in self._all() if not is_file(self._file(one)))
             self._recount()
             evicted = self._take_out("until <= ?", time.time())
@@ -327,23 +327,23 @@ class Handoff:
         return module_key(self._fingerprint, (), token_ids, context=f"handoff {name}")
 
 
-def _removed(paths: list[Path]) -> list[int]:
-    """Delete files; returns the bytes of each."""
-    sizes = [status.st_size for status in map(status_of, paths) if status is not None]
-    _unlink(paths)
-    return sizes
-
-
-def _unlink(paths: Iterable[Path]) -> None:
+def _unlink(paths: Iterable[Path]) -> list[int]:
+    """Delete files; returns the bytes of each that was there."""
+    sizes: list[int] = []
     for path in paths:
         try:
-            path.unlink(missing_ok=True)
+            size = path.lstat().st_size
+            path.unlink()
+            sizes.append(size)
+        except FileNotFoundError:
+            continue
         except OSError as error:
             if is_folder(path):  # put there by others, as `check` says
                 continue
             raise StoreError(
                 f"{path} cannot be removed ({error}); allow this user to write its folder"
             ) from error
+    return sizes
 
 
 def _inside(folder: Path) -> list[os.DirEntry[str]]:

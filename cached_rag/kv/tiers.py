@@ -355,12 +355,11 @@ class Outbox:
         with self._changed:
             self._failed.difference_update(names)
             found = {name: self._waiting[name][0] for name in names if name in self._waiting}
-            under_way = [future for future in found.values() if not future.cancel()]
             for name, future in found.items():
-                if future.cancelled():
+                if future.cancel():
                     del self._waiting[name]
             self._changed.notify_all()
-        wait(under_way, _UNDER_WAY_S)
+        wait([future for future in found.values() if not future.cancelled()], _UNDER_WAY_S)
 
     def drain(self, patience_s: float | None = None, names: Collection[str] | None = None) -> int:
         """Wait until nothing waits.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import logging
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -180,7 +181,8 @@ def test_a_loader_on_cuda_is_waited_for_where_its_buffer_is(monkeypatch):
     model = tiny_model("llama")
     loader = LayerLoader(KVBuffer.like(model.shapes, 8), (), model.rule)
     loader.wait(model.shapes.num_layers - 1)
-    loader._stream, loader._copied = "stream", ["first", "second"]
+    loader._stream, loader._ready[1] = "stream", Future()
+    loader._ready[1].set_result("second")
     loader.wait(1)
     loader.finish()
     assert waited == ["second", "stream"]
