@@ -182,18 +182,13 @@ class KVShapes:
             (num_layers, *before, heads, tokens, dim) each.
         """
         *before, tokens = size
-        sides = []
-        for dims in zip(*((s.key_dim, s.value_dim) for s in self.kinds), strict=True):
-            stacks = [
-                torch.empty(
-                    (self.layers.count(shape), *before, shape.heads, tokens, dim),
-                    dtype=self.dtype,
-                    device=self.device,
-                )
-                for shape, dim in zip(self.kinds, dims, strict=True)
-            ]
-            sides.append(self.join(stacks))
-        return sides[0], sides[1]
+
+        def stack(shape: LayerShape, dim: int) -> torch.Tensor:
+            sizes = (self.layers.count(shape), *before, shape.heads, tokens, dim)
+            return torch.empty(sizes, dtype=self.dtype, device=self.device)
+
+        keys = [stack(shape, shape.key_dim) for shape in self.kinds]
+        return self.join(keys), self.join([stack(shape, shape.value_dim) for shape in self.kinds])
 
     def join(self, stacks: Sequence[torch.Tensor]) -> Layered:
         """The stacks of all kinds as one."""

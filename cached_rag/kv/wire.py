@@ -86,8 +86,8 @@ class Wire:
 
     @property
     def mark(self) -> bytes:
-        """What values begin with that may be used."""
-        return _mark(self.secret)
+        """What values begin with that may be used: whose they are, and who signed them."""
+        return _MARK + bytes.fromhex(signer_name(self.secret)).ljust(_TAG_BYTES, b"\0")
 
     def pack(self, name: str, key: str, kv: ModuleKV) -> bytes:
         """A module as a value.
@@ -97,7 +97,7 @@ class Wire:
             key: the module's, see `fingerprint.module_key`.
         """
         tensors, header = contents(key, kv, self.codec)
-        return _sealed(name, save(tensors, header), self.secret)
+        return self._sealed(name, save(tensors, header))
 
     def most_bytes(self, tokens: int) -> int:
         """The most that a value with the KV of so many tokens can have, in any codec."""
@@ -111,7 +111,7 @@ class Wire:
         """
         if len(data) > self.most_bytes(len(token_ids)):
             raise _corrupt(name, f"{len(data)} bytes are too many for {len(token_ids)} tokens")
-        payload = _unsealed(name, data, self.secret)
+        payload = self._unsealed(name, data)
         try:
             file = TensorFile(io.BytesIO(payload), len(payload))
             if file.nbytes > len(payload):
@@ -127,7 +127,7 @@ class Wire:
 
     def pack_heads(self, name: str, heads: Sequence[Head]) -> bytes:
         """Heads as a value: the last ones, if there are too many."""
-        return _sealed(name, json.dumps(heads[-_MOST_HEADS:]).encode(), self.secret)
+        return self._sealed(name, json.dumps(heads[-_MOST_HEADS:]).encode())
 
     def unpack_heads(self, name: str, data: bytes) -> list[Head]:
         """The heads again, in the same order, but for those that cannot be this model's.
@@ -138,11 +138,34 @@ class Wire:
         if len(data) > HEADS_BYTES:
             raise _corrupt(name, f"a list of heads of {len(data)} bytes")
         try:
-            found = json.loads(bytes(_unsealed(name, data, self.secret)))
+            found = json.loads(bytes(self._unsealed(name, data)))
             heads = [_head(ids, context) for ids, context in found]
         except (ValueError, TypeError, RecursionError) as error:
             raise _corrupt(name, f"it is no list of heads ({error!r:.100})") from error
         return [one for one in heads[-_MOST_HEADS:] if self.sizes is None or self.sizes.has(one)]
+
+    def _sealed(self, name: str, payload: bytes) -> bytes:
+        return b"".join((self.mark, self._tag(name, payload), payload))
+
+    def _unsealed(self, name: str, data: bytes) -> memoryview:
+        mark = self.mark
+        begin = len(mark) + _TAG_BYTES
+        payload = memoryview(data)[begin:]
+        if data[: len(_MARK)] != _MARK:
+            raise _corrupt(name, "it is none of this library's")
+        if data[: len(mark)] != mark:
+            signed = "signed, and no signing_key is set here"
+            why = "not signed with signing_key" if self.secret else signed
+            raise _corrupt(name, f"it is {why}")
+        if not hmac.compare_digest(data[len(mark) : begin], self._tag(name, payload)):
+            raise _corrupt(name, "its content does not match its checksum")
+        return payload
+
+    def _tag(self, name: str, payload: bytes | memoryview) -> bytes:
+        state = hasher(self.secret)
+        state.update(name.encode() + b"\0")
+        state.update(payload)
+        return state.digest()
 
 
 def _head(ids: object, context: object) -> Head:
@@ -152,35 +175,6 @@ def _head(ids: object, context: object) -> Head:
         raise TypeError("a token is no number")
     context.encode()  # a lone surrogate raises
     return tuple(ids), context
-
-
-def _sealed(name: str, payload: bytes, secret: bytes) -> bytes:
-    return b"".join((_mark(secret), _tag(name, payload, secret), payload))
-
-
-def _mark(secret: bytes) -> bytes:
-    return _MARK + bytes.fromhex(signer_name(secret)).ljust(_TAG_BYTES, b"\0")
-
-
-def _unsealed(name: str, data: bytes, secret: bytes) -> memoryview:
-    mark = _mark(secret)
-    begin = len(mark) + _TAG_BYTES
-    payload = memoryview(data)[begin:]
-    if data[: len(_MARK)] != _MARK:
-        raise _corrupt(name, "it is none of this library's")
-    if data[: len(mark)] != mark:
-        why = "not signed with signing_key" if secret else "signed, and no signing_key is set here"
-        raise _corrupt(name, f"it is {why}")
-    if not hmac.compare_digest(data[len(mark) : begin], _tag(name, payload, secret)):
-        raise _corrupt(name, "its content does not match its checksum")
-    return payload
-
-
-def _tag(name: str, payload: bytes | memoryview, secret: bytes) -> bytes:
-    state = hasher(secret)
-    state.update(name.encode() + b"\0")
-    state.update(payload)
-    return state.digest()
 
 
 def _corrupt(name: str, reason: str) -> CorruptBlobError:

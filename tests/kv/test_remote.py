@@ -429,6 +429,9 @@ def test_what_fails_later_shows_no_password_either(tiers):
     assert "secret" not in "".join(format_exception(caught.value))
 
 
+WIRE = Wire(codec_by_name("raw"))
+
+
 def sizes(context_length=100) -> Sizes:
     kv = module(0)
     shapes = KVShapes((LayerShape(2, 4, 4),) * 3, kv.keys.dtype, torch.device("cpu"))
@@ -438,7 +441,7 @@ def sizes(context_length=100) -> Sizes:
 def packed(kv: ModuleKV, **header: str) -> bytes:
     """A value whose header lies, but whose checksums are right."""
     tensors, honest = contents(key(1), kv, codec_by_name("raw"))
-    return wire._sealed("name", save(tensors, honest | header), b"")
+    return WIRE._sealed("name", save(tensors, honest | header))
 
 
 def taken(data: bytes, limits=None) -> ModuleKV:
@@ -481,7 +484,7 @@ def test_headers_that_would_take_memory_or_time_are_refused():
         text = json.dumps(header).encode()
         payload = len(text).to_bytes(8, "little") + text + bytes(9000)
         with pytest.raises(CorruptBlobError):
-            taken(wire._sealed("name", payload, b""), sizes(100_000))
+            taken(WIRE._sealed("name", payload), sizes(100_000))
 
 
 @pytest.mark.parametrize(
@@ -501,7 +504,7 @@ def test_headers_that_would_take_memory_or_time_are_refused():
     ],
 )
 def test_heads_that_are_not_the_models_are_not_taken_over(heads):
-    data = wire._sealed("name", heads.encode(), b"")
+    data = WIRE._sealed("name", heads.encode())
     with suppress(CorruptBlobError):
         assert Wire(codec_by_name("raw"), sizes=sizes()).unpack_heads("name", data) == []
 
@@ -513,7 +516,7 @@ def test_one_bad_value_does_not_cost_its_neighbours(redis_at, tiers):
     name = next(name for name in client.keys("*") if key(90).encode() in name)
     lie, honest = contents(key(90), a, codec_by_name("raw"))
     data = save(lie | {"extra": torch.zeros(3)}, honest)
-    client.set(name, wire._sealed(name.decode().removeprefix("cached-rag/"), data, b""))
+    client.set(name, WIRE._sealed(name.decode().removeprefix("cached-rag/"), data))
     found, problems = tiers(url).fetch("", {key(90): a.token_ids, key(91): b.token_ids})
     assert found.keys() == {key(91)}
     assert len(problems) == 1
