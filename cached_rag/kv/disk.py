@@ -110,21 +110,17 @@ class DiskStore(Listed):
     def _found(
         self, key: str, token_ids: Sequence[int], take: Callable[[StoredKV], _T]
     ) -> _T | None:
-        entry = self._entry(key)
-        if entry is None:
-            return None
-        try:
-            stored = self._opened(entry, token_ids)
-            found = None if stored is None else take(stored)
-        except CorruptBlobError:
-            self._drop(entry)
-            raise
-        if found is not None:
-            return found
-        self._drop(entry)
-        if self._entry(key) in (None, entry):
-            return None
-        return self._found(key, token_ids, take)  # another process has replaced it
+        while (entry := self._entry(key)) is not None:
+            try:
+                if (stored := self._opened(entry, token_ids)) is not None:
+                    return take(stored)
+            except CorruptBlobError:
+                self._drop(entry)
+                raise
+            self._drop(entry)  # there is no such file, unless another process has replaced it
+            if self._entry(key) == entry:
+                break
+        return None
 
     def _opened(self, entry: Entry, token_ids: Sequence[int] | None) -> StoredKV | None:
         """A file, unread; None if there is none. Errors as in `opened`, and SigningError."""
