@@ -11,10 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
-from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
 from urllib.parse import quote
 from weakref import WeakSet
 
@@ -26,11 +23,10 @@ from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.fingerprint import digest
 from cached_rag.kv.tiers import IsWanted, Outbox
-from cached_rag.kv.transports import Transport, open_transport, shown
+from cached_rag.kv.transports import Calls, Transport, open_transport
 from cached_rag.kv.wire import HEADS_BYTES, Head, Sizes, Wire
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 # Most bytes of KV that wait to be sent, and how long encoding may be held up by that in all.
 BUFFER_BYTES, _HELD_UP_S = 256 << 20, 20.0
 # How long names that were not there are not asked for again, and names whose value is of no use,
@@ -42,11 +38,8 @@ _PATIENCE_S = 4.0
 _LEAVING_S = 10.0
 # What chunks stand behind is read anew after so many seconds.
 HEADS_S = 60.0
-# The pauses after failures: the first, and the longest.
-_FIRST_S, _LONGEST_S = 1.0, 30.0
 # The weight of the newest measurement of a link, and how long measurements count.
 _NEWEST, _FRESH_S = 0.3, 30.0
-_THREADS = 4
 # Of a tenant, as folders of most file systems have names of 255 bytes at most.
 _LONGEST_NAME = 200
 
@@ -350,121 +343,6 @@ class Link:
 
 def _mean(old: float | None, new: float) -> float:
     return new if old is None else old + _NEWEST * (new - old)
-
-
-class Calls:
-    """One way of using a transport: its failures stop only calls of the same object.
-
-    After a failure nobody asks for a second; then one asks, and if that fails, too, the pause
-    doubles, up to half a minute.
-    """
-
-    def __init__(self, transport: Transport, timeout_s: float) -> None:
-        """Ask nothing yet.
-
-        Args:
-            timeout_s: the longest wait of `ask`, and what counts as an answer in time.
-        """
-        self.timeout_s = timeout_s
-        self._transport = transport
-        # When somebody may ask again, how long the last pause was, and when the last call failed.
-        self._until = self._pause = 0.0
-        self._failed_at = float("-inf")
-        self._lock = threading.Lock()
-        self._turns = threading.Semaphore(_THREADS)
-        self._closed: Future[Any] = Future()
-
-    @property
-    def pause_s(self) -> float:
-        """Seconds until it may be asked again; 0 for now."""
-        return max(0.0, self._until - time.monotonic())
-
-    def ask(self, work: Callable[[], _T]) -> _T:
-        """Do something with the transport, and wait for `timeout_s` at most.
-
-        Raises:
-            StoreError: it did not answer in time, refused, lately did one of these, or is closed.
-        """
-        return self._answer(work, self.timeout_s)
-
-    def do(self, work: Callable[[], _T]) -> _T:
-        """As `ask`, but only the transport's own bounds, or `close`, end it."""
-        return self._answer(work, None)
-
-    def rest(self, seconds: float) -> bool:
-        """Wait; says whether this was closed meanwhile."""
-        wait((self._closed,), seconds)
-        return self._closed.done()
-
-    def close(self) -> None:
-        """Ask no more. What is being asked is left to end by itself."""
-        with suppress(InvalidStateError):
-            self._closed.set_result(None)
-
-    def _answer(self, work: Callable[[], _T], patience_s: float | None) -> _T:
-        self._check()
-        began, answer = time.monotonic(), Future[_T]()
-        args = answer, work
-        try:  # the interpreter's end waits for threads of a pool, also when that was shut down
-            threading.Thread(target=self._settle, args=args, name="remote", daemon=True).start()
-        except RuntimeError:  # it has come to its end, and starts no thread any more
-            self._settle(*args)
-        wait((answer, self._closed), patience_s, FIRST_COMPLETED)
-        if answer.done():
-            return answer.result()
-        answer.cancel()  # if it has not begun
-        if self._closed.done():
-            raise self._was_closed()
-        self._failed(began)
-        raise self._failure(f"it did not answer within {patience_s:g} s")
-
-    def _settle(self, answer: Future[_T], work: Callable[[], _T]) -> None:
-        with self._turns:
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                answer.set_result(self._done(work))
-            except BaseException as error:
-                answer.set_exception(error)
-
-    def _check(self) -> None:
-        if self._closed.done():
-            raise self._was_closed()
-        with self._lock:
-            now = time.monotonic()
-            if now < self._until:
-                raise self._failure("it failed lately")
-            # After a pause one may ask; others, when that one is late.
-            self._until = now + min(self._pause, _FIRST_S)
-
-    def _done(self, work: Callable[[], _T]) -> _T:
-        began = time.monotonic()
-        try:
-            result = work()
-        except Exception as error:  # whatever a reply makes of who reads it
-            self._failed(began)
-            raise self._failure(shown(error)) from None  # its cause would show a password
-        if time.monotonic() - began < self.timeout_s:  # later is as bad as never
-            with self._lock:
-                self._until = self._pause = 0.0
-        return result
-
-    def _failed(self, began: float) -> None:
-        """Note a failure of what began then; if one is known since then, this is the same one."""
-        with self._lock:
-            if began >= self._failed_at:
-                self._failed_at = time.monotonic()
-                self._pause = min(_LONGEST_S, max(_FIRST_S, 2 * self._pause))
-                self._until = self._failed_at + self._pause
-
-    def _was_closed(self) -> StoreError:
-        return StoreError(f"the remote store {self._transport.label} was closed in this process")
-
-    def _failure(self, reason: str) -> StoreError:
-        return StoreError(
-            f"the remote store {self._transport.label} cannot be used now: {reason}. It is asked "
-            f"again in {self.pause_s:.0f} s; until then its KV is computed"
-        )
 
 
 def _folder(namespace: str) -> str:

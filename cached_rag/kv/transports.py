@@ -1,6 +1,6 @@
 """What reaches a remote store, where blobs lie by name: Redis, an object store, a mounted folder.
 
-Knows no tensor.
+And how it is called, so that one that fails is waited for seldom. Knows no tensor.
 """
 
 from __future__ import annotations
@@ -8,19 +8,23 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from cached_rag.errors import ConfigError, needs_extra
+from cached_rag.errors import ConfigError, StoreError, needs_extra
 
+_T = TypeVar("_T")
 _REDIS = ("redis", "rediss", "unix")
 _OBJECTS = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "file")
 # Seconds that sending a blob may take; nobody waits for it.
 SENDING_S = 60.0
 _SECRET = re.compile(r"(?<=://)\S*@|\?\S*")
+# The pauses after failures: the first, and the longest. How many calls there are at a time.
+_FIRST_S, _LONGEST_S = 1.0, 30.0
+CALLS = 4
 # Requests at the same time to an object store, which answers each in some tens of milliseconds.
 _THREADS = 16
 # Names in Redis begin with this, as others may use the same server.
@@ -106,6 +110,121 @@ def why_unusable(url: str, error: Exception) -> str:
 def shown(error: Exception) -> str:
     """An error's first line, without users, passwords and queries of the URLs in it."""
     return _SECRET.sub("", str(error).partition("\n")[0])[:500]
+
+
+class Calls:
+    """One way of using a transport: its failures stop only calls of the same object.
+
+    After a failure nobody asks for a second; then one asks, and if that fails, too, the pause
+    doubles, up to half a minute.
+    """
+
+    def __init__(self, transport: Transport, timeout_s: float) -> None:
+        """Ask nothing yet.
+
+        Args:
+            timeout_s: the longest wait of `ask`, and what counts as an answer in time.
+        """
+        self.timeout_s = timeout_s
+        self._transport = transport
+        # When somebody may ask again, how long the last pause was, and when the last call failed.
+        self._until = self._pause = 0.0
+        self._failed_at = float("-inf")
+        self._lock = threading.Lock()
+        self._turns = threading.Semaphore(CALLS)
+        self._closed: Future[Any] = Future()
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until it may be asked again; 0 for now."""
+        return max(0.0, self._until - time.monotonic())
+
+    def ask(self, work: Callable[[], _T]) -> _T:
+        """Do something with the transport, and wait for `timeout_s` at most.
+
+        Raises:
+            StoreError: it did not answer in time, refused, lately did one of these, or is closed.
+        """
+        return self._answer(work, self.timeout_s)
+
+    def do(self, work: Callable[[], _T]) -> _T:
+        """As `ask`, but only the transport's own bounds, or `close`, end it."""
+        return self._answer(work, None)
+
+    def rest(self, seconds: float) -> bool:
+        """Wait; says whether this was closed meanwhile."""
+        wait((self._closed,), seconds)
+        return self._closed.done()
+
+    def close(self) -> None:
+        """Ask no more. What is being asked is left to end by itself."""
+        with suppress(InvalidStateError):
+            self._closed.set_result(None)
+
+    def _answer(self, work: Callable[[], _T], patience_s: float | None) -> _T:
+        self._check()
+        began, answer = time.monotonic(), Future[_T]()
+        args = answer, work
+        try:  # the interpreter's end waits for threads of a pool, also when that was shut down
+            threading.Thread(target=self._settle, args=args, name="remote", daemon=True).start()
+        except RuntimeError:  # it has come to its end, and starts no thread any more
+            self._settle(*args)
+        wait((answer, self._closed), patience_s, FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        answer.cancel()  # if it has not begun
+        if self._closed.done():
+            raise self._was_closed()
+        self._failed(began)
+        raise self._failure(f"it did not answer within {patience_s:g} s")
+
+    def _settle(self, answer: Future[_T], work: Callable[[], _T]) -> None:
+        with self._turns:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(self._done(work))
+            except BaseException as error:
+                answer.set_exception(error)
+
+    def _check(self) -> None:
+        if self._closed.done():
+            raise self._was_closed()
+        with self._lock:
+            now = time.monotonic()
+            if now < self._until:
+                raise self._failure("it failed lately")
+            # After a pause one may ask; others, when that one is late.
+            self._until = now + min(self._pause, _FIRST_S)
+
+    def _done(self, work: Callable[[], _T]) -> _T:
+        began = time.monotonic()
+        try:
+            result = work()
+        except Exception as error:  # whatever a reply makes of who reads it
+            self._failed(began)
+            raise self._failure(shown(error)) from None  # its cause would show a password
+        if time.monotonic() - began < self.timeout_s:  # later is as bad as never
+            with self._lock:
+                self._until = self._pause = 0.0
+        return result
+
+    def _failed(self, began: float) -> None:
+        """Note a failure of what began then; if one is known since then, this is the same one."""
+        with self._lock:
+            if began >= self._failed_at:
+                self._failed_at = time.monotonic()
+                self._pause = min(_LONGEST_S, max(_FIRST_S, 2 * self._pause))
+                self._until = self._failed_at + self._pause
+
+    def _was_closed(self) -> StoreError:
+        return StoreError(f"the remote store {self._transport.label} was closed in this process")
+
+    def _failure(self, reason: str) -> StoreError:
+        return StoreError(
+            f"the remote store {self._transport.label} cannot be used now: {reason}. It is asked "
+            f"again in {self.pause_s:.0f} s; until then its KV is computed"
+        )
 
 
 class ObjectBlobs:

@@ -21,7 +21,7 @@ from servers import Server, redis_server
 
 from cached_rag import CachedRAGError, Engine, StoreConfig
 from cached_rag.backends.machine import Profile
-from cached_rag.kv import remote
+from cached_rag.kv import transports
 
 Damage = Callable[[list[bytes], random.Random], bytes]
 # A machine on which computing takes so long that all that is there is brought.
@@ -61,7 +61,7 @@ def campaign(trials: int, folder: Path, chance: random.Random) -> list[Outcome]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("cached_rag.engine.resources.profile_of", lambda _: _SLOW)
-            patch.setattr(remote, "_FIRST_S", 0.05)
+            patch.setattr(transports, "_FIRST_S", 0.05)
             outcomes = [
                 _damaged(what, one, trials, server, chance) for what, one in DAMAGES.items()
             ]
@@ -164,7 +164,7 @@ def hostile_campaign(trials: int, folder: Path, chance: random.Random) -> list[O
     outcome = Outcome("hostile replies of a remote store")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cached_rag.engine.resources.profile_of", lambda _: _SLOW)
-        patch.setattr(remote, "_FIRST_S", 0.05)
+        patch.setattr(transports, "_FIRST_S", 0.05)
         for _ in range(trials):
             with hostile(REDIS[chance.choice(sorted(REDIS))]) as port:
                 outcome.add(0, *_asked(_Port(port), remote_timeout=0.5, finish_seconds=0.0))

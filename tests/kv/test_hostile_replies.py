@@ -8,7 +8,7 @@ from hostile import HTTP, REDIS, hostile
 
 from cached_rag import Engine, StoreConfig
 from cached_rag.backends.machine import peak_bytes
-from cached_rag.kv import remote
+from cached_rag.kv import transports
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +33,14 @@ def _expected() -> str:
 
 @pytest.mark.parametrize("reply", REDIS)
 def test_what_redis_answers_is_a_miss_at_worst(reply, monkeypatch):
-    monkeypatch.setattr(remote, "_FIRST_S", 0.01)
+    monkeypatch.setattr(transports, "_FIRST_S", 0.01)
     with hostile(REDIS[reply]) as port:
         _answers(f"redis://127.0.0.1:{port}/0")
 
 
 @pytest.mark.parametrize("reply", HTTP)
 def test_what_an_object_store_answers_is_a_miss_at_worst(reply, monkeypatch):
-    monkeypatch.setattr(remote, "_FIRST_S", 0.01)
+    monkeypatch.setattr(transports, "_FIRST_S", 0.01)
     with hostile(HTTP[reply]) as port:
         for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
             monkeypatch.setenv(f"AWS_{name}", "user")

@@ -25,14 +25,14 @@ from servers import Proxy, Server, free_port, redis_server, s3_server
 
 from cached_rag import StoreConfig
 from cached_rag.errors import ConfigError, CorruptBlobError, StoreError
-from cached_rag.kv import remote, wire
+from cached_rag.kv import transports, wire
 from cached_rag.kv.blob import contents
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.codecs import codec_by_name
 from cached_rag.kv.layers import KVShapes, LayerShape
-from cached_rag.kv.remote import Calls, RemoteTier, open_remote
+from cached_rag.kv.remote import RemoteTier, open_remote
 from cached_rag.kv.tiers import Outbox
-from cached_rag.kv.transports import label_of, open_transport
+from cached_rag.kv.transports import Calls, label_of, open_transport
 from cached_rag.kv.wire import Sizes, Wire
 
 pytestmark = pytest.mark.slow
@@ -262,7 +262,7 @@ def test_only_what_is_signed_with_the_key_is_used_and_the_rest_is_left_there(url
 def test_it_fails_at_once_while_the_server_is_gone_and_works_when_it_is_back(
     tmp_path, tiers, monkeypatch
 ):
-    monkeypatch.setattr(remote, "_FIRST_S", 0.2)
+    monkeypatch.setattr(transports, "_FIRST_S", 0.2)
     server, kv = redis_server(tmp_path), module(50)
     tier = tiers(f"redis://127.0.0.1:{server.port}/0", timeout_s=2.0)
     offer(tier, kv)
@@ -280,7 +280,7 @@ def test_it_fails_at_once_while_the_server_is_gone_and_works_when_it_is_back(
 
 
 def test_what_cannot_be_sent_is_counted(tmp_path, tiers, monkeypatch):
-    monkeypatch.setattr(remote, "_FIRST_S", 8.0)
+    monkeypatch.setattr(transports, "_FIRST_S", 8.0)
     server = redis_server(tmp_path)
     tier = tiers(f"redis://127.0.0.1:{server.port}/0", timeout_s=1.0)
     server.kill()
@@ -366,7 +366,7 @@ def test_what_is_deleted_elsewhere_before_it_is_sent_is_not(url, tiers):
 
 def test_after_a_failure_one_asks_at_a_time(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(transports.time, "monotonic", lambda: now[0])
     calls = Calls(SimpleNamespace(label="redis://x"), 30)
 
     def allows():
@@ -527,11 +527,11 @@ def test_who_waits_for_a_turn_while_the_tier_closes_is_told():
     calls = Calls(SimpleNamespace(label="redis://x"), 30)
     begun, ends = threading.Semaphore(0), threading.Event()
     with ThreadPoolExecutor() as others:
-        for _ in range(remote._THREADS):
+        for _ in range(transports.CALLS):
             others.submit(calls.ask, lambda: begun.release() or ends.wait())
             begun.acquire()
         late = others.submit(calls.ask, str)
-        while sum(one.name == "remote" for one in threading.enumerate()) <= remote._THREADS:
+        while sum(one.name == "remote" for one in threading.enumerate()) <= transports.CALLS:
             time.sleep(0.01)
         calls.close()
         with pytest.raises(StoreError, match="closed"):

@@ -16,7 +16,7 @@ from cached_rag import CachedRAG, ConfigError, Engine, Schema, StoreConfig
 from cached_rag.backends.machine import Profile
 from cached_rag.engine.resources import refusal
 from cached_rag.errors import StoreError
-from cached_rag.kv import remote
+from cached_rag.kv import remote, transports
 from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.remote import Link
 from cached_rag.pml import Import
@@ -221,7 +221,7 @@ def test_what_is_forgotten_is_gone_there_too(machine):
 def test_what_cannot_be_deleted_there_is_deleted_later(
     machine, server, tmp_path, monkeypatch, on_disk
 ):
-    monkeypatch.setattr(remote, "_FIRST_S", 0.1)
+    monkeypatch.setattr(transports, "_FIRST_S", 0.1)
     here = machine(path=str(tmp_path) if on_disk else None)
     here.encode(CHUNKS, context=None)
     server.kill()
@@ -328,7 +328,7 @@ def test_the_settings_of_both_integrations_reach_the_store(monkeypatch):
 
 
 def test_ingestion_says_what_it_could_not_send(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "_FIRST_S", 0.1)
+    monkeypatch.setattr(transports, "_FIRST_S", 0.1)
     monkeypatch.setattr(remote, "_PATIENCE_S", 0.3)
     (tmp_path / "docs").mkdir()
     for number, chunk in enumerate(CHUNKS):
@@ -358,7 +358,7 @@ def test_ingestion_says_what_it_could_not_send(server, tmp_path, monkeypatch):
 
 
 def test_each_call_counts_what_it_could_not_send_or_compare(monkeypatch):
-    monkeypatch.setattr(remote, "_FIRST_S", 60.0)
+    monkeypatch.setattr(transports, "_FIRST_S", 60.0)
     store = StoreConfig(remote="redis://127.0.0.1:1/0", sequence_bytes=0, finish_seconds=0)
     with Engine(tiny_model(MODEL), store) as engine, engine.tenant("other") as other:
         assert engine.encode(CHUNKS, context=None).unsent == 4  # with that of BOS
