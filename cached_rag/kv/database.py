@@ -215,7 +215,7 @@ class Database:
     @property
     def own_changes(self) -> int:
         """A number that grows with each row that this connection writes."""
-        return self._connection.total_changes
+        return self._when_free(lambda: self._connection.total_changes, PATIENCE_S)
 
     def sound(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Those signed rows that are as they were written; the others are logged."""
