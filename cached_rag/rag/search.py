@@ -113,18 +113,10 @@ def judge(where: Mapping[str, object], known: Collection[str]) -> Callable[[Hit]
     Raises:
         ConfigError: a field that no chunk has, or a value of another kind.
     """
-    for name, wanted in where.items():
-        if name not in FIELDS and name not in known:
-            names = ", ".join([*FIELDS, *sorted(known)])
-            raise ConfigError(f"no chunk has a field {name!r} to filter by; there are: {names}")
-        values = _several(wanted)
-        is_plain = all(isinstance(value, str | int | float) for value in values)
-        if not is_plain or sum(map(len, _patterns(values))) > _LONGEST:
-            raise ConfigError(
-                "a filter's value is a string, a number, or a collection of these, with patterns "
-                f"of at most {_LONGEST} characters; {name!r} has {reprlib.repr(wanted)}"
-            )
-    tests = {name: _matcher(wanted) for name, wanted in where.items()}
+    if unknown := [name for name in where if name not in FIELDS and name not in known]:
+        names = ", ".join([*FIELDS, *sorted(known)])
+        raise ConfigError(f"no chunk has a field {unknown[0]!r} to filter by; there are: {names}")
+    tests = {name: _matcher(name, wanted) for name, wanted in where.items()}
     return lambda hit: all(fits(_value(hit, name)) for name, fits in tests.items())
 
 
@@ -147,35 +139,32 @@ def described(metadata: Mapping[str, object]) -> Metadata:
     return dict(metadata)  # type: ignore[arg-type]
 
 
-def _several(wanted: object) -> Collection[object]:
-    if isinstance(wanted, range):
-        return wanted[:1]  # it may be wide, and all are numbers
-    if isinstance(wanted, Collection) and not isinstance(wanted, str | bytes | Mapping):
-        return wanted
-    return [wanted]
-
-
-def _patterns(values: Collection[object]) -> list[str]:
-    return [one for one in values if isinstance(one, str) and _WILD.search(one)]
-
-
 def _value(hit: Hit, name: str) -> object:
     return getattr(hit, name) if name in FIELDS else hit.metadata.get(name)
 
 
-def _matcher(wanted: object) -> Callable[[object], bool]:
+def _matcher(name: str, wanted: object) -> Callable[[object], bool]:
     """Whether a field's value, None where there is none, is one of those that are wanted."""
     if isinstance(wanted, range):
         return lambda found: _is_within(found, wanted)
-    values = _several(wanted)
-    known, numbers = {*map(str, values)}, {one for one in values if not isinstance(one, str)}
+    values: Collection[object] = [wanted]
+    if isinstance(wanted, Collection) and not isinstance(wanted, str | bytes | Mapping):
+        values = wanted
+    patterns = [one for one in values if isinstance(one, str) and _WILD.search(one)]
+    is_plain = all(isinstance(value, str | int | float) for value in values)
+    if not is_plain or sum(map(len, patterns)) > _LONGEST:
+        raise ConfigError(
+            "a filter's value is a string, a number, or a collection of these, with patterns of at "
+            f"most {_LONGEST} characters; {name!r} has {reprlib.repr(wanted)}"
+        )
+    known = {*values, *map(str, values)}
     # Compiled here, once for all chunks; without any, it fits nothing.
-    pattern = re.compile("|".join(map(translate, _patterns(values))) or "(?!)")
+    pattern = re.compile("|".join(map(translate, patterns)) or "(?!)")
 
     def fits(found: object) -> bool:
         if found is None:
             return False
-        is_number = isinstance(found, int | float) and found in numbers
+        is_number = isinstance(found, int | float) and found in known
         return is_number or str(found) in known or pattern.match(str(found)) is not None
 
     return fits
