@@ -1,6 +1,6 @@
 """Splits documents into chunks of at most so many tokens; embeds and reranks texts.
 
-Source code is split by langchain-text-splitters (extra "docs"),
+langchain-text-splitters (extra "docs") says where source code is split,
 https://reference.langchain.com/python/langchain-text-splitters; texts are embedded
 and reranked by sentence-transformers. Knows no index, and is told how to count tokens.
 """
@@ -25,15 +25,11 @@ from cached_rag.options import require
 from cached_rag.rag.document import Document, Metadata, searchable
 from cached_rag.rag.progress import ShareDone
 
-# Text is split behind these, the first of them if it occurs, else the next.
-# Chinese and Japanese sentences end with the last.
+# What text is split behind. Chinese and Japanese sentences end with the last.
 _SENTENCE_END = "[\u3002\uff01\uff1f]"
 _SEPARATORS = tuple(map(re.compile, (r"\n\n", r"\n", r"\. ", " ", _SENTENCE_END)))
 # No token is longer, in characters: so a text that is surely too long need not be tokenised.
 _LONGEST_TOKEN = 1000
-
-# A longer line was written by a machine, and has no places to split it at that the library knows.
-_LONGEST_LINE = 2000
 
 # Most tokens of a title before a chunk; its 200 characters may be more.
 TITLE_TOKENS = 64
@@ -73,8 +69,8 @@ class Chunk:
 class Splitter:
     """Splits between paragraphs, else lines, else sentences, else words, else anywhere.
 
-    Source code is split between its functions and classes (`_split_code`). No chunk ends with a
-    heading, if there is room for it in the next one.
+    Source code is split between its functions and classes. No chunk ends with a heading, if there
+    is room for it in the next one.
 
     Every chunk begins with its document's title, for among chunks of other documents it would
     often be unclear what it is about; of one that has too many tokens, with its beginning. Takes
@@ -92,12 +88,11 @@ class Splitter:
     def split(self, document: Document) -> list[Chunk]:
         """The document's chunks, in order."""
         count = cache(self._count_tokens)  # the same words and lines come again
-        longest = max(map(len, document.text.split("\n")))
-        if document.language and longest <= _LONGEST_LINE:
-            texts = _split_code(document.text, document.language, count, self._most)
-        else:
-            cutting = _Cutting(count, self._most, frozenset(_headings(document)))
-            texts = [part.strip() for part in cutting.split(document.text, 0)]
+        separators, side, ends = _SEPARATORS, re.Match.end, None
+        if document.language:  # whose indents stay
+            separators, side, ends = _code_separators(document.language), re.Match.start, "\n"
+        cutting = _Cutting(count, self._most, separators, side, frozenset(_headings(document)))
+        texts = [part.strip(ends).rstrip() for part in cutting.split(document.text, 0)]
         chunks: list[Chunk] = []
         place, title = 0, document.title
         while title and count(f"{title}\n\n") > TITLE_TOKENS:
@@ -118,11 +113,15 @@ class _Cutting:
 
     Attributes:
         most: most tokens of a chunk.
+        separators: text is split at these, the first of them if it occurs, else the next.
+        side: which side of a separator is split at: `re.Match.start`, or `re.Match.end`.
         headings: the document's. One stays with what is behind it, if a chunk has room for both.
     """
 
     count: Callable[[str], int]
     most: int
+    separators: Sequence[re.Pattern[str]]
+    side: Callable[[re.Match[str]], int]
     headings: frozenset[str]
 
     def split(self, text: str, level: int) -> Iterator[str]:
@@ -131,13 +130,13 @@ class _Cutting:
         Args:
             level: the first separator to try.
         """
-        while level < len(_SEPARATORS) and not _SEPARATORS[level].search(text):
+        while level < len(self.separators) and not self.separators[level].search(text):
             level += 1
-        if level == len(_SEPARATORS):
+        if level == len(self.separators):
             yield from self._joined(self._cut(text))
             return
         fitting: list[Piece] = []
-        for piece in _pieces(text, _SEPARATORS[level]):
+        for piece in self._pieces(text, level):
             is_countable = len(piece) < self.most * _LONGEST_TOKEN
             if is_countable and (size := self.count(piece)) < self.most:
                 fitting.append((piece, size))
@@ -147,6 +146,11 @@ class _Cutting:
                 fitting = []
                 yield from self.split(_text_of(headed) + piece, level + 1)
         yield from self._joined(fitting)
+
+    def _pieces(self, text: str, level: int) -> list[str]:
+        """A text cut at each separator; joined, the pieces are the text again."""
+        places = map(self.side, self.separators[level].finditer(text))
+        return [text[a:b] for a, b in pairwise((0, *places, len(text))) if a < b]
 
     def _cut(self, text: str) -> Iterator[Piece]:
         """A text without separators, cut into pieces that are at most as long as a chunk."""
@@ -206,32 +210,16 @@ def _text_of(pieces: Iterable[Piece]) -> str:
     return "".join(text for text, _ in pieces)
 
 
-def _pieces(text: str, separator: re.Pattern[str]) -> list[str]:
-    """A text cut behind each separator; joined, the pieces are the text again."""
-    ends = (found.end() for found in separator.finditer(text))
-    return [text[a:b] for a, b in pairwise((0, *ends, len(text))) if a < b]
-
-
-def _split_code(
-    text: str, language: str, count_tokens: Callable[[str], int], most: int
-) -> list[str]:
-    """A text's chunks, in order; each is a part of the text, with its lines' indents.
+def _code_separators(language: str) -> tuple[re.Pattern[str], ...]:
+    """What source code is split before: what begins functions and other parts, large ones first.
 
     Args:
         language: one of `readers.LANGUAGES`' values.
-        count_tokens: gives the length of a text in the model's tokens.
-        most: most tokens of a chunk.
     """
     from langchain_text_splitters import Language, RecursiveCharacterTextSplitter
 
-    splitter = RecursiveCharacterTextSplitter.from_language(
-        Language(language),
-        chunk_size=most,
-        chunk_overlap=0,
-        length_function=count_tokens,
-        strip_whitespace=False,
-    )
-    return [text for part in splitter.split_text(text) if (text := part.strip("\n").rstrip())]
+    marks = RecursiveCharacterTextSplitter.get_separators_for_language(Language(language))
+    return tuple(re.compile(mark) for mark in marks if mark)
 
 
 class Embeddings(Protocol):
