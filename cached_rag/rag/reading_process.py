@@ -71,8 +71,8 @@ class ConfinedReader:
         self._limits = limits
         self._inside = documents.resolve()
         self._process: subprocess.Popen[bytes] | None = None
-        # A folder for its copies; its own, so that what a killed process leaves behind goes.
-        self._folder = ExitStack()
+        # The process, and a folder for its copies; its own, so that what it leaves behind goes.
+        self._owned = ExitStack()
 
     def __enter__(self) -> ConfinedReader:
         return self
@@ -155,9 +155,9 @@ class ConfinedReader:
             python = [sys.executable, "-I", "-W", "ignore", "-X", f"utf8={sys.flags.utf8_mode}"]
             modules = json.dumps(trusted_path(self._inside))
             try:
-                copies = self._folder.enter_context(TemporaryDirectory(prefix="cached-rag-"))
+                copies = self._owned.enter_context(TemporaryDirectory(prefix="cached-rag-"))
                 known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-                self._process = subprocess.Popen(
+                process = subprocess.Popen(
                     [*python, "-c", _CODE, modules, str(_PACKAGE)],
                     cwd=copies,
                     env=known | dict.fromkeys(_TEMPORARY, copies),
@@ -170,18 +170,15 @@ class ConfinedReader:
                     f"no process to read documents in can be begun ({error}); read them in this "
                     "one, without limits: parse_seconds=None, parse_memory_bytes=None"
                 ) from error
+            # What was written and never read cannot be flushed.
+            self._owned.enter_context(suppress(OSError))
+            self._process = self._owned.enter_context(process)
+            self._owned.callback(process.kill)
         return self._process
 
     def _end(self) -> None:
-        if self._process is not None:
-            process, self._process = self._process, None
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with suppress(OSError):  # what was written and never read cannot be flushed
-                    pipe.close()
-        self._folder.close()
+        self._process = None
+        self._owned.close()
 
 
 def _ask(
