@@ -19,6 +19,7 @@ from cached_rag.backends.prompt_text import Rendered
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError
+from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.library.matching import ANCHOR
 from cached_rag.rag.answer import Answer, AnswerStream, Dialogue, Lookup, Prompts, Turn, searched
 from cached_rag.rag.chunks import Reranker, embedded
@@ -185,13 +186,11 @@ def check_question(text: str) -> None:
     """
     if not isinstance(text, str) or not text.strip():
         raise ConfigError("a question needs some text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
+    if half := HALF_PAIR.search(text):
         raise ConfigError(
-            f"a question has half of a surrogate pair at character {error.start}, which is no "
+            f"a question has half of a surrogate pair at character {half.start()}, which is no "
             "character; leave it out, or decode the text it comes from as a whole"
-        ) from error
+        )
 
 
 def _reranked(reranker: Reranker, text: str, hits: Sequence[Hit]) -> list[Hit]:

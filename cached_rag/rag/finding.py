@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +19,7 @@ from pathlib import Path
 from cached_rag.errors import ConfigError, DocumentError
 from cached_rag.kv.database import Database
 from cached_rag.kv.fingerprint import digest
+from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.rag.document import shown
 from cached_rag.rag.readers import READERS, is_built_in
 
@@ -39,6 +40,11 @@ _MAKERS = (
 )
 # The table of an index that `Roots` keeps.
 ROOTS = "CREATE TABLE IF NOT EXISTS roots (name TEXT PRIMARY KEY, path TEXT NOT NULL);"
+# What gives what lies below the first of two sources its place below the second one.
+_RENAMED = """SET source = ?2 || substr(source, length(?1) + 1)
+    WHERE substr(source || '/', 1, length(?1) + 1) = ?1 || '/'"""
+# Once documents are: chunks of those that could not be renamed stay.
+_OF_RENAMED = "AND source NOT IN (SELECT source FROM documents)"
 
 
 @dataclass(frozen=True)
@@ -221,11 +227,7 @@ def is_below(source: str, base: str) -> bool:
 
 def is_text(name: str) -> bool:
     """Whether a name can be written down; names of files need not be text."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return HALF_PAIR.search(name) is None
 
 
 def is_path(path: Path) -> bool:
@@ -285,27 +287,24 @@ class Roots:
             ConfigError: the name has slashes, or is empty.
         """
         roots = self.all()
-        known = {root.name: root.path for root in roots}
-        if name is not None:
-            root = Root(_checked(name, path), path)
-            self._check_is_free(root, known)
-            return root
         holding = [root for root in roots if root.source(path) is not None]
-        if holding:
+        if name is None and holding:
             return max(holding, key=lambda root: len(root.path.parts))
-        root = Root(_checked(path.name, path), path)
-        self._check_is_free(root, known)
-        if root.name in known:
-            self._check_is_same(root, known[root.name], files, is_unchanged)
+        root = Root(_checked(path.name if name is None else name, path), path)
+        former = next((one.path for one in roots if one.name == root.name), None)
+        if former is None:
+            self._check_is_free(root)
+        elif name is None:
+            self._check_is_same(root, former, files, is_unchanged)
         return root
 
-    def _check_is_free(self, root: Root, known: Collection[str]) -> None:
-        """See that a root's documents would not be among texts that are of no file.
+    def _check_is_free(self, root: Root) -> None:
+        """See that a new root's documents would not be among texts that are of no file.
 
         Raises:
             DocumentError: they would, and such texts would count as files that are gone.
         """
-        if root.name not in known and root.name in map(_head, self.sources()):
+        if root.name in map(_head, self.sources()):
             raise DocumentError(
                 f"the index has texts called {root.name} that are of no folder or file; ingest "
                 f"{root.path} by another name (name=, --name), or delete them before"
@@ -340,59 +339,37 @@ class Roots:
             Sources that were not renamed, because the index has their new name already. They are
             the same files, and are to be deleted.
         """
-        sources = self.sources()
-        taken = set(sources)
-        others = [other for other in self.all() if other.name != root.name]
-        bases = {other.name: root.source(other.path) for other in others}
-        renamed, doubles = [], []
-        for source in sources:
-            name = _head(source)
-            base = bases.get(name)
-            if base is None:
-                continue
-            new = base + source[len(name) :]
-            if new in taken:
-                doubles.append(source)
-            else:
-                taken.add(new)
-                renamed.append((new, source))
+        others = {one.name: root.source(one.path) for one in self.all() if one.name != root.name}
+        moved = {name: base for name, base in others.items() if base is not None}
         # In one transaction: documents that have a name of no root are taken for texts in no file.
         with self._database.transaction() as connection:
             row = (root.name, str(root.path))
             connection.execute("INSERT OR REPLACE INTO roots VALUES (?, ?)", row)
             connection.execute("PRAGMA defer_foreign_keys = ON")
-            for table in ("documents", "chunks"):
-                connection.executemany(f"UPDATE {table} SET source = ? WHERE source = ?", renamed)
-        return doubles
+            for table, only in (("documents", ""), ("chunks", _OF_RENAMED)):
+                connection.executemany(f"UPDATE OR IGNORE {table} {_RENAMED} {only}", moved.items())
+        return [source for source in self.sources() if _head(source) in moved]
 
-    def check_free(self, source: str) -> None:
-        """See that a text that is in no file may have this name.
-
-        Raises:
-            DocumentError: it is empty or a path from the root, cannot be encoded, or belongs to
-                a folder or file that was ingested.
-        """
-        taken = ("", *(root.name for root in self.all()))
-        if not is_text(source) or _head(source) in taken:
-            raise DocumentError(
-                f"a text cannot be called {source!r}: a name does not begin with a slash, and what "
-                "is before its first slash is no folder or file of the index"
-            )
-
-    def forget(self, sources: Iterable[str]) -> None:
-        """Forget roots of which no document is left, and whose name texts in no file are to have.
+    def free(self, sources: Collection[str]) -> None:
+        """See that texts that are in no file may have these names, and that roots have none.
 
         A root is remembered when its last document is deleted, or gets another root's name. Texts
         would be taken for its files.
 
-        Args:
-            sources: names of the texts, each of which `check_free` has seen.
+        Raises:
+            DocumentError: one is empty or a path from the root, cannot be encoded, or belongs to
+                a folder or file that was ingested.
         """
-        below = "substr(source || '/', 1, length(?1) + 1) = ?1 || '/'"
-        has_some = f"EXISTS (SELECT 1 FROM documents WHERE {below})"
-        sql = f"DELETE FROM roots WHERE name = ?1 AND NOT {has_some}"
         with self._database.transaction() as connection:
-            connection.executemany(sql, {(_head(source),) for source in sources})
+            taken = ("", *(root.name for root in self.all()))
+            for source in sources:
+                if not is_text(source) or _head(source) in taken:
+                    raise DocumentError(
+                        f"a text cannot be called {source!r}: a name does not begin with a slash, "
+                        "and what is before its first slash is no folder or file of the index"
+                    )
+            heads = {(_head(source),) for source in sources}
+            connection.executemany("DELETE FROM roots WHERE name = ?", heads)
 
     def find(self, source: Path | str) -> str:
         """The source that is meant: itself, as `list` shows it, or that of a path on disk.

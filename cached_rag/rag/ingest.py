@@ -125,10 +125,9 @@ class Ingestion:
         known = described(metadata)
         documents = [assembled(name, [(text, known)]) for name, text in texts.items()]
         for one in documents:
-            self.index.roots.check_free(one.source)
             if not one.text:
                 raise DocumentError(f"the text {one.source!r} is empty; leave it out")
-        self.index.roots.forget(one.source for one in documents)
+        self.index.roots.free(texts.keys())
         for one in documents:
             self._update(one.source, one, lambda _: None)
         self._encode({one.source: self.index.texts(one.source) for one in documents}, progress)
