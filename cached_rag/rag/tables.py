@@ -9,6 +9,7 @@ import csv
 import io
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime, time, timedelta
 from decimal import ROUND_HALF_UP, Decimal, localcontext
@@ -40,7 +41,7 @@ _MOST_DECIMALS = 15
 
 # Enough to see what stands between values.
 _SAMPLE = 1 << 13
-_BETWEEN = ",;\t|"
+_BETWEEN = ";\t|,"  # a comma may be in each value, too, and so comes last
 _NOTHING = "\x1f"  # in no text, see `document.py`
 # What the elements of OpenDocument are in HTML, and those that are not shown.
 _TAGS = {
@@ -101,17 +102,16 @@ def row_parts(rows: Sequence[Sequence[str]], known: Metadata) -> Iterator[Part]:
 
 
 def _between(source: str) -> str:
+    """What stands between values: what parts most rows into as many values, if several."""
     lines = source[:_SAMPLE].splitlines()
     if len(source) > _SAMPLE:  # the last one may be cut
-        del lines[-1]
-    for mark in _BETWEEN.strip(","):
-        widths = {len(row) for row in csv.reader(lines, delimiter=mark) if row}
-        if len(widths) == 1 and widths != {1}:
-            return mark  # else a comma in each value would count as much
-    try:
-        return csv.Sniffer().sniff(source[:_SAMPLE], _BETWEEN).delimiter
-    except csv.Error:  # rows that differ, or one column
-        return max(_BETWEEN, key=source.lstrip().partition("\n")[0].count)
+        lines = lines[:-1] or lines
+
+    def alike(mark: str) -> int:
+        widths = Counter(len(row) for row in csv.reader(lines, delimiter=mark) if len(row) > 1)
+        return max(widths.values(), default=0)
+
+    return max(_BETWEEN, key=alike)
 
 
 def _named(names: Sequence[str], row: Sequence[str]) -> Iterator[str]:
