@@ -141,8 +141,7 @@ class Ingestion:
         changed = {s: f for s, f in files.items() if not self.index.is_as_stamped(s, stamps[s])}
         texts = {source: self.index.texts(source) for source in files.keys() - changed.keys()}
         sizes = [max(0, _size(file)) for file in changed.values()]
-        total = sum(sizes)
-        with counting(total, "reading", "B", is_shown=progress, unit_divisor=1024) as bar:
+        with counting("reading", sum(sizes), progress) as bar:
             self._says = bar.set_postfix_str
             for (source, file), size in zip(changed.items(), sizes, strict=True):
                 share_done = within(bar, size)
@@ -169,7 +168,7 @@ class Ingestion:
         """
         started = time.perf_counter()
         tasks = [IngestTask(s, str(file), self.index.digest(s)) for s, file in files.items()]
-        with counting(len(tasks), "preparing", "document", is_shown=progress) as bar:
+        with counting("preparing", len(tasks), progress) as bar:
             for batch in prepare(tasks):
                 for left_out in (document for document in batch.documents if document.skipped):
                     self._skipped.append((str(files[left_out.source]), left_out.skipped))
@@ -258,7 +257,7 @@ class Ingestion:
         passes = sum(len(c.ways) if c else 1 for c in self.preparation.contexts)
         register = self.preparation.engine.register
         sizes = [passes * sum(map(register, group.values())) for group in parts]
-        with counting(sum(sizes), "prefilling", "token", is_shown=progress) as bar:
+        with counting("prefilling", sum(sizes), progress) as bar:
             for group, due in zip(parts, accumulate(sizes), strict=True):
                 self._finish(group, bar.update)
                 bar.update(due - bar.n)  # chunks that had KV already

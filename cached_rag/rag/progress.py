@@ -23,9 +23,10 @@ ShareDone = Callable[[float], object]
 # How an encoding shows how far it is: a bar (True), a bar if standard error is a terminal (None),
 # nothing (False), or calls with the numbers of tokens that are done and that are to be done.
 Progress = bool | Callable[[int, int], object] | None
-# How an ingestion does: bars, nothing, or calls with what is done ("reading", in bytes;
-# "prefilling", in tokens; "preparing", in documents), how much of it is, and how much there is.
+# How an ingestion does: bars, nothing, or calls with what is done (one of those below), how much of
+# it is, and how much there is.
 Shown = bool | Callable[[str, int, int], object]
+_UNITS = {"reading": "B", "prefilling": "token", "preparing": "document"}
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def encode_progress(progress: Progress) -> Iterator[dict[str, Callable[[int], ob
             to be done, at the beginning and after each batch.
     """
     shown = (lambda _, *counts: progress(*counts)) if callable(progress) else progress
-    with counting(None, "prefilling", "token", is_shown=shown, delay=_DELAY_S) as bar:
+    with counting("prefilling", None, shown, _DELAY_S) as bar:
         yield {"token_progress": bar.update, "token_total": bar.reset}
 
 
@@ -127,27 +128,25 @@ class _Told:
         """Nothing: the function is told numbers."""
 
 
-def counting(
-    total: int | None,
-    what: str,
-    unit: str,
-    *,
-    is_shown: Shown | None,
-    unit_divisor: int = 1000,
-    delay: float = 0.0,
-) -> Any:
-    """A bar in some unit, with the rate and the time left; or what does as one."""
+def counting(what: str, total: int | None, is_shown: Shown | None, delay: float = 0.0) -> Any:
+    """A bar with the rate and the time left; or what does as one.
+
+    Args:
+        what: is counted, see `Shown`.
+        delay: how many seconds pass before it is drawn.
+    """
     if callable(is_shown):
         told = _Told(is_shown, what)
         if total is not None:
             told.reset(total)
         return nullcontext(told)
+    unit = _UNITS[what]
     return Bar(
         total=total,
         desc=what,
         unit=unit,
         unit_scale=True,
-        unit_divisor=unit_divisor,
+        unit_divisor=1024 if unit == "B" else 1000,
         delay=delay,
         disable=None if is_shown is None else not is_shown,
     )

@@ -162,5 +162,5 @@ def test_a_bar_waits_for_no_other_process(monkeypatch):
     with pytest.raises(AssertionError):
         tqdm(disable=True)  # control
     for is_shown in (True, False):
-        with progress.counting(1, "prefilling", "token", is_shown=is_shown) as bar:
+        with progress.counting("prefilling", 1, is_shown) as bar:
             bar.update(1)
