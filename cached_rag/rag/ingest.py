@@ -87,28 +87,26 @@ class Ingestion:
             inside: a folder out of which no link may lead; None for `path`, wherever that leads.
         """
         found = look_at(path)
-        texts: dict[str, list[str]] = {}
+        self._skipped += ((str(place), reason) for place, reason in found.unreadable)
         with ConfinedReader(self.limits, inside or path) as reader:
             base = self._called(path, found.files, name, reader)
             files = {join(base, file.relative_to(path)): file for file in found.files}
-            unreadable = [(str(place), reason) for place, reason in found.unreadable]
             for source in [source for source in files if not is_text(source)]:
                 odd = str(files.pop(source))
                 reason = f"{odd!r}: its name is no text in this system's encoding; rename it"
-                unreadable.append((odd, reason))
+                self._skipped.append((odd, reason))
+            unseen = {join(base, place.relative_to(path)) for place, _ in found.unreadable}
+            missing = self._missing(base, {*files, *unseen})
             if prepare is None:
                 texts = self._read(files, reader, progress)
-        unseen = {join(base, place.relative_to(path)) for place, _ in found.unreadable}
-        missing = self._missing(base, {*files, *unseen})
-        if prepare is not None:
-            self._gather(files, prepare, progress)
+            else:
+                self._gather(files, prepare, progress)
         gone = missing if delete_missing else []
         deleted = self._delete([*gone, *self._emptied(files)])
         if prepare is None:
             self._encode(texts, progress)
         return self._summary(
             deleted=deleted,
-            skipped=(*unreadable, *self._skipped),
             passed_over=found.passed_over,
             missing=() if delete_missing else tuple(missing),
         )
@@ -170,13 +168,14 @@ class Ingestion:
         tasks = [IngestTask(s, str(file), self.index.digest(s)) for s, file in files.items()]
         with counting("preparing", len(tasks), progress) as bar:
             for batch in prepare(tasks):
-                for left_out in (document for document in batch.documents if document.skipped):
-                    self._skipped.append((str(files[left_out.source]), left_out.skipped))
-                taken = [document for document in batch.documents if not document.skipped]
-                for made in taken:
+                texts = {}
+                for made in batch.documents:
+                    if made.skipped:
+                        self._skipped.append((str(files[made.source]), made.skipped))
+                        continue
                     if made.vectors is not None:  # else the index has it as it is
                         self._replace(made.source, made.digest, made.chunks, made.vectors)
-                texts = {document.source: self.index.texts(document.source) for document in taken}
+                    texts[made.source] = self.index.texts(made.source)
                 self._documents += len(texts)
                 self._done += EncodeSummary(batch.encoded, tokens=batch.tokens)
                 for group in groups(texts):
@@ -274,6 +273,7 @@ class Ingestion:
             encoded=self._done.encoded,
             tokens=self._done.tokens,
             seconds=time.perf_counter() - self._began,
+            skipped=tuple(self._skipped),
             unsent=self._done.unsent,
             stored_bytes=held,
             **found,
