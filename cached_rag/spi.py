@@ -20,76 +20,40 @@ from typing import TYPE_CHECKING
 from cached_rag import imports_from
 
 if TYPE_CHECKING:
-    from cached_rag.backends.transformers.model import LanguageModel
-    from cached_rag.config import DEFAULT_MODEL
-    from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprob
-    from cached_rag.engine.engine import Prompt
-    from cached_rag.engine.stream import Stream
-    from cached_rag.engine.tools import CallPart, GrowingAnswer, new_call_id
-    from cached_rag.frameworks import (
-        CALL_SETTINGS,
-        GENERATION_SETTINGS,
-        Encode,
-        FrameworkModel,
-        Learner,
-        call_options,
-        checked,
-        template_head,
-    )
-    from cached_rag.grammar.call_form import ToolCall
-    from cached_rag.kv.disk import Handoff
-    from cached_rag.library.encode import EncodeSummary
-    from cached_rag.library.ledger import Ledger
-    from cached_rag.methods import METHODS
-    from cached_rag.pml import SchemaPrompt
-    from cached_rag.rag.index import IndexedDocument
-    from cached_rag.rag.progress import Progress, encode_progress
-    from cached_rag.rag.rag import Deletion
-    from cached_rag.rag.workers import (
-        IngestRecipe,
-        IngestTask,
-        IngestWorker,
-        IngestWorkers,
-        PreparedBatch,
-        PreparedDocument,
-    )
-
-__all__ = [
-    "CALL_SETTINGS",
-    "DEFAULT_MODEL",
-    "GENERATION_SETTINGS",
-    "METHODS",
-    "CallPart",
-    "Deletion",
-    "Encode",
-    "EncodeSummary",
-    "FrameworkModel",
-    "Generation",
-    "GrowingAnswer",
-    "Handoff",
-    "IndexedDocument",
-    "IngestRecipe",
-    "IngestTask",
-    "IngestWorker",
-    "IngestWorkers",
-    "LanguageModel",
-    "Learner",
-    "Ledger",
-    "PreparedBatch",
-    "PreparedDocument",
-    "Progress",
-    "Prompt",
-    "SchemaPrompt",
-    "Stream",
-    "TokenLogprobs",
-    "ToolCall",
-    "call_options",
-    "checked",
-    "encode_progress",
-    "new_call_id",
-    "shown_logprob",
-    "template_head",
-]
+    from cached_rag.backends.transformers.model import LanguageModel as LanguageModel
+    from cached_rag.config import DEFAULT_MODEL as DEFAULT_MODEL
+    from cached_rag.engine.decoding import Generation as Generation
+    from cached_rag.engine.decoding import TokenLogprobs as TokenLogprobs
+    from cached_rag.engine.decoding import shown_logprob as shown_logprob
+    from cached_rag.engine.engine import Prompt as Prompt
+    from cached_rag.engine.stream import Stream as Stream
+    from cached_rag.engine.tools import CallPart as CallPart
+    from cached_rag.engine.tools import GrowingAnswer as GrowingAnswer
+    from cached_rag.engine.tools import new_call_id as new_call_id
+    from cached_rag.frameworks import CALL_SETTINGS as CALL_SETTINGS
+    from cached_rag.frameworks import GENERATION_SETTINGS as GENERATION_SETTINGS
+    from cached_rag.frameworks import Encode as Encode
+    from cached_rag.frameworks import FrameworkModel as FrameworkModel
+    from cached_rag.frameworks import Learner as Learner
+    from cached_rag.frameworks import call_options as call_options
+    from cached_rag.frameworks import checked as checked
+    from cached_rag.frameworks import template_head as template_head
+    from cached_rag.grammar.call_form import ToolCall as ToolCall
+    from cached_rag.kv.disk import Handoff as Handoff
+    from cached_rag.library.encode import EncodeSummary as EncodeSummary
+    from cached_rag.library.ledger import Ledger as Ledger
+    from cached_rag.methods import METHODS as METHODS
+    from cached_rag.pml import SchemaPrompt as SchemaPrompt
+    from cached_rag.rag.index import IndexedDocument as IndexedDocument
+    from cached_rag.rag.progress import Progress as Progress
+    from cached_rag.rag.progress import encode_progress as encode_progress
+    from cached_rag.rag.rag import Deletion as Deletion
+    from cached_rag.rag.workers import IngestRecipe as IngestRecipe
+    from cached_rag.rag.workers import IngestTask as IngestTask
+    from cached_rag.rag.workers import IngestWorker as IngestWorker
+    from cached_rag.rag.workers import IngestWorkers as IngestWorkers
+    from cached_rag.rag.workers import PreparedBatch as PreparedBatch
+    from cached_rag.rag.workers import PreparedDocument as PreparedDocument
 
 _PLACES = {
     "backends.transformers.model": ("LanguageModel",),
@@ -127,4 +91,5 @@ _PLACES = {
     ),
 }
 
+__all__ = [name for names in _PLACES.values() for name in names]
 __getattr__ = imports_from(_PLACES, __name__)
