@@ -43,13 +43,12 @@ Encode = Literal["eager", "background", "off"]
 _log = logging.getLogger(__name__)
 
 # What only a call can ask for.
-_OF_A_CALL = ("ignore_eos", "logprobs", "grammar", "shows_control")
+CALL_SETTINGS = frozenset({"ignore_eos", "logprobs", "grammar", "shows_control"})
 # Options of a call that say how a hosted model is reached: a local one has no use for them.
 _REMOTE_CALL = frozenset({"extra_headers", "extra_query", "timeout"})
 _ANSWERS = settings_of(GenerationConfig)
-GENERATION_SETTINGS = tuple(name for name in _ANSWERS if name not in _OF_A_CALL)
-CALL_SETTINGS = _ANSWERS.keys() & {*_OF_A_CALL}
-_NEVER_NONE = {name for name, one in _ANSWERS.items() if one.default is not None}
+GENERATION_SETTINGS = tuple(name for name in _ANSWERS if name not in CALL_SETTINGS)
+_NEVER_NONE = {"model"} | {name for name, one in _ANSWERS.items() if one.default is not None}
 # What an engine is loaded with, besides its model and its store's folder.
 _LOADED_WITH = settings_of(ModelConfig, StoreConfig)
 _LOADING = tuple(name for name in _LOADED_WITH if name != "path")

@@ -15,7 +15,7 @@ from cached_rag.spi import Generation as Answer
 from langchain_cached_rag.messages import Prompt, usage
 from langchain_cached_rag.settings import AsyncRun, EngineSettings, Pieces, Run, Stop, their_errors
 
-_OF_A_CALL = {*CALL_SETTINGS, "top_logprobs"}
+_OF_A_CALL = {*GENERATION_SETTINGS, *CALL_SETTINGS, "top_logprobs", "model"} - {"stop"}
 
 
 class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of arguments
@@ -33,8 +33,8 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
 
         def __init__(self, **settings: Any) -> None: ...
 
-    # What else the call asks for that this object is a copy for.
-    _further: dict[str, Any] = PrivateAttr(default_factory=dict)
+    # Settings of the call that this object is a copy for.
+    _of_call: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @property
     def _llm_type(self) -> str:
@@ -42,7 +42,7 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {**super()._identifying_params, **self._further}
+        return {**super()._identifying_params, **self._of_call}
 
     def _prompt(self, value: Any) -> Prompt:
         return value if isinstance(value, str) else value.to_string()
@@ -53,29 +53,20 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
 
     def generate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
         """As `BaseLLM.generate`; a call's settings count as this model's own in response caches."""
-        own, rest = self._settled(kwargs)
         with their_errors():
-            return super(CachedRAGLLM, own).generate(prompts, *args, **rest)
+            return super(CachedRAGLLM, self._asked_so(kwargs)).generate(prompts, *args, **kwargs)
 
     async def agenerate(self, prompts: list[str], *args: Any, **kwargs: Any) -> LLMResult:
         """As `generate`."""
-        own, rest = self._settled(kwargs)
+        own = self._asked_so(kwargs)
         with their_errors():
-            return await super(CachedRAGLLM, own).agenerate(prompts, *args, **rest)
+            return await super(CachedRAGLLM, own).agenerate(prompts, *args, **kwargs)
 
-    def _settled(self, options: dict[str, Any]) -> tuple[CachedRAGLLM, dict[str, Any]]:
-        """This model with a call's settings as its own, and what is left of them."""
-        options = call_options(options)
-        named = [name for name in GENERATION_SETTINGS if name != "stop"]
-        config = self.answer_config({n: v for n, v in options.items() if n in named})
-        own: dict[str, Any] = {name: getattr(config, name) for name in named}
-        rest = {name: value for name, value in options.items() if name not in own}
-        model = rest.pop("model", None)
-        if model is not None and model != self._model:
-            own |= {"model_name": model, "engine": None}
-        settled = self.model_copy(update=own)
-        settled._further = {n: v for n, v in rest.items() if n in _OF_A_CALL}
-        return settled, rest
+    def _asked_so(self, options: dict[str, Any]) -> CachedRAGLLM:
+        """A copy that has a call's settings among what its answers depend on."""
+        copied = self.model_copy()
+        copied._of_call = {n: v for n, v in call_options(options).items() if n in _OF_A_CALL}
+        return copied
 
     def _generate(
         self, prompts: list[str], stop: Stop = None, run_manager: Run = None, **kwargs: Any
