@@ -9,8 +9,8 @@ drops those that change nothing; `GENERATION_SETTINGS` are fields, `CALL_SETTING
 `SchemaPrompt.receive` finds a schema's prompt in messages. `Learner` encodes what a retriever or a
 vector store brings, now or later, and `Ledger` remembers which document has which text.
 `template_head` finds what a prompt template begins with; `checked` refuses what is of another kind.
-Tools are `cached_rag.Tools`, whose answers grow by `GrowingAnswer`; `new_call_id` and
-`shown_logprob` are OpenAI's forms.
+Tools are `cached_rag.Tools`, whose answers grow by `GrowingAnswer`; `new_call_id`,
+`shown_logprob` and `shown_logprobs` are OpenAI's forms.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cached_rag.engine.decoding import Generation as Generation
     from cached_rag.engine.decoding import TokenLogprobs as TokenLogprobs
     from cached_rag.engine.decoding import shown_logprob as shown_logprob
+    from cached_rag.engine.decoding import shown_logprobs as shown_logprobs
     from cached_rag.engine.engine import Prompt as Prompt
     from cached_rag.engine.stream import Stream as Stream
     from cached_rag.engine.tools import CallPart as CallPart
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "backends.transformers.model": ("LanguageModel",),
     "config": ("DEFAULT_MODEL",),
-    "engine.decoding": ("Generation", "TokenLogprobs", "shown_logprob"),
+    "engine.decoding": ("Generation", "TokenLogprobs", "shown_logprob", "shown_logprobs"),
     "engine.stream": ("Stream",),
     "engine.engine": ("Prompt",),
     "engine.tools": ("CallPart", "GrowingAnswer", "new_call_id"),

@@ -183,6 +183,15 @@ def shown_logprob(tokenization: Tokenization, token: int, logprob: float) -> dic
     return {"token": text, "logprob": logprob, "bytes": list(spelled)}
 
 
+def shown_logprobs(by: Tokenization, found: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Tokens in OpenAI's form, each with the likeliest ones at its place."""
+    return [
+        shown_logprob(by, at.token, at.logprob)
+        | {"top_logprobs": [shown_logprob(by, *pair) for pair in at.top]}
+        for at in found
+    ]
+
+
 @dataclass(frozen=True)
 class Generation:
     """An answer.

@@ -188,10 +188,12 @@ class GrowingAnswer:
 
     Attributes:
         new_thought: what the last piece added to the thought.
+        calls: those of the answer so far.
     """
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
+        self.calls: list[ToolCall] = []
         self._answer = self._said = self._thought = self.new_thought = ""
         self._shown: list[str] = []
 
@@ -205,11 +207,11 @@ class GrowingAnswer:
         if not (self._tools.is_offered or self._tools.may_think):
             return piece, []
         self._answer += piece
-        thought, said, calls = self._tools.parts(self._answer, is_over=is_over)
+        thought, said, self.calls = self._tools.parts(self._answer, is_over=is_over)
         self.new_thought, self._thought = thought[len(self._thought) :], thought
         new, self._said = said[len(self._said) :], max(self._said, said, key=len)
         parts = []
-        for index, call in enumerate(calls):
+        for index, call in enumerate(self.calls):
             is_new = index == len(self._shown)
             if is_new:
                 self._shown.append("")

@@ -16,7 +16,7 @@ import pydantic
 from pydantic_core import PydanticCustomError
 
 from cached_rag.backends.tokenizer import Tokenization
-from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprob
+from cached_rag.engine.decoding import Generation, TokenLogprobs, shown_logprobs
 from cached_rag.engine.report import Report
 from cached_rag.engine.tools import CallPart, Tools, new_call_id
 from cached_rag.grammar.tools import check_text
@@ -270,26 +270,15 @@ class Envelope:
         if not found:
             return None
         if self.is_chat:
-            return {
-                "content": [
-                    {
-                        **self._token(at.token, at.logprob),
-                        "top_logprobs": [self._token(*pair) for pair in at.top],
-                    }
-                    for at in found
-                ],
-                "refusal": None,
-            }
-        spelled = [self._token(at.token, at.logprob)["token"] for at in found]
-        tops = [{self._token(*pair)["token"]: pair[1] for pair in at.top} for at in found]
+            return {"content": shown_logprobs(self.tokenization, found), "refusal": None}
         return {
-            "tokens": spelled,
+            "tokens": [self._spelled(at.token) for at in found],
             "token_logprobs": [at.logprob for at in found],
-            "top_logprobs": tops,
+            "top_logprobs": [{self._spelled(one): p for one, p in at.top} for at in found],
         }
 
-    def _token(self, token: int, logprob: float) -> Json:
-        return shown_logprob(self.tokenization, token, logprob)
+    def _spelled(self, token: int) -> str:
+        return self.tokenization.spelled(token).decode(errors="replace")
 
     def _head(self, suffix: str) -> Json:
         kind = f"chat.completion{suffix}" if self.is_chat else "text_completion"

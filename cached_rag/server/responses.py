@@ -146,13 +146,8 @@ class Reply:
     def whole(self, completion: Json) -> Json:
         """The response that a chat completion is."""
         [choice] = completion["choices"]
-        said = choice["message"]
-        if thought := said.get("reasoning_content"):
-            self._output.append(_thought(thought))
-        if said["content"]:
-            self._output.append(_message(said["content"]))
-        for call in said.get("tool_calls", ()):
-            self._output.append(_call(call["id"], **call["function"]))
+        for _ in self._told(choice["message"]):
+            pass  # nobody is sent these
         return self._shown(completion, choice["finish_reason"], completion["usage"])
 
     async def events(self, chunks: AsyncIterator[Json]) -> AsyncIterator[str]:
@@ -166,19 +161,21 @@ class Reply:
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
                 reason = choice["finish_reason"] or reason
-                delta = choice["delta"]
-                for name, begun in (("reasoning_content", _thought), ("content", _message)):
-                    if delta.get(name):
-                        for event in self._said(delta[name], begun("")):
-                            yield event
-                for part in delta.get("tool_calls", ()):
-                    for event in self._called(part):
-                        yield event
+                for event in self._told(choice["delta"]):
+                    yield event
         for event in self._ended():
             yield event
         assert head is not None
         done = self._shown(head, reason, usage)
         yield self._event(done["status"], response=done)
+
+    def _told(self, said: Json) -> Iterator[str]:
+        """The events of a message, or of what a chunk adds to it."""
+        for name, begun in (("reasoning_content", _thought), ("content", _message)):
+            if said.get(name):
+                yield from self._said(said[name], begun(""))
+        for part in said.get("tool_calls", ()):
+            yield from self._called(part)
 
     def _said(self, text: str, empty: Json) -> Iterator[str]:
         """More of an item that has text; `empty` is one, to begin with if the last is another."""

@@ -178,7 +178,7 @@ class EngineSettings(spi.FrameworkModel):
                 engine, names, variable, lambda v: self._prompt(filled(prompt, v))
             )
         with spi.encode_progress(progress) as shown:
-            return engine.encode(texts, head, context="configured", **shown)
+            return engine.encode(texts, head, **shown)
 
     @abstractmethod
     def _prompt(self, value: Any) -> Prompt:
@@ -237,14 +237,7 @@ class EngineSettings(spi.FrameworkModel):
         }
         if answer.logprobs:
             by = self.loaded_engine(model).tokenization
-            shown = [
-                {
-                    **spi.shown_logprob(by, at.token, at.logprob),
-                    "top_logprobs": [spi.shown_logprob(by, *pair) for pair in at.top],
-                }
-                for at in answer.logprobs
-            ]
-            about["logprobs"] = {"content": shown}
+            about["logprobs"] = {"content": spi.shown_logprobs(by, answer.logprobs)}
         return about
 
 

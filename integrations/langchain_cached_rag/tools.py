@@ -115,11 +115,10 @@ class GrowingChunks:
     """
 
     def __init__(self, tools: Tools) -> None:
-        self._tools, self._growing, self._text = tools, tools.growing(), ""
+        self._growing = tools.growing()
 
     def push(self, piece: str, *, is_over: bool = False) -> Iterator[ChatGenerationChunk]:
         """What is new and certain: a thought, text, and parts of calls."""
-        self._text += piece
         said, parts = self._growing.push(piece, is_over=is_over)
         if thought := self._growing.new_thought:
             yield _chunk(additional_kwargs=as_reasoning(thought))
@@ -130,7 +129,7 @@ class GrowingChunks:
     def end(self) -> Iterator[ChatGenerationChunk]:
         """The rest, in which calls that were cut off are made invalid."""
         yield from self.push("", is_over=True)
-        for index, call in enumerate(self._calls()):
+        for index, call in enumerate(self._growing.calls):
             if not call.is_complete:
                 brackets = "]" * (call.arguments.count("[") + 1)
                 yield _of_call(CallPart(index, None, _CUT_OFF.format(brackets=brackets)))
@@ -138,10 +137,7 @@ class GrowingChunks:
     @property
     def has_calls(self) -> bool:
         """Whether any call is whole."""
-        return any(call.is_complete for call in self._calls())
-
-    def _calls(self) -> list[Call]:
-        return self._tools.read(self._text)[1]
+        return any(call.is_complete for call in self._growing.calls)
 
 
 def _chunk(content: str = "", **more: Any) -> ChatGenerationChunk:
