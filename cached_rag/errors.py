@@ -31,28 +31,6 @@ from importlib.util import find_spec
 # Most characters of what is said about PML, which it may quote.
 _LONGEST = 2000
 
-__all__ = [
-    "BusyError",
-    "CachedRAGError",
-    "ClosedError",
-    "ClusterError",
-    "ConfigError",
-    "ContextOverflowError",
-    "CorruptBlobError",
-    "CutOffError",
-    "DocumentError",
-    "EvaluationError",
-    "IndexMismatchError",
-    "MissingPackageError",
-    "ModelError",
-    "ModelNotFoundError",
-    "PMLError",
-    "RelocationError",
-    "StoreError",
-    "StoreFullError",
-    "needs_extra",
-]
-
 
 class CachedRAGError(Exception):
     """Base of all errors raised by this library."""
@@ -187,3 +165,6 @@ class PMLError(CachedRAGError, ValueError):
         self.line, self.column = where
         place = f"{file or 'PML'}:{self.line}:{self.column}: " if self.line else ""
         super().__init__(place + what)
+
+
+__all__ = ["needs_extra", *(name for name in globals() if name.endswith("Error"))]

@@ -18,9 +18,7 @@ from cached_rag.rag.index import CHANGEABLE
 
 # For the one question there is; and full prefill, to compare it with, must not find what it left.
 _ONCE = options.opening(sequence_bytes=0)
-_Compare = Annotated[
-    bool, typer.Option(help="Answer with full prefill, too, which reuses nothing.")
-]
+Compare = Annotated[bool, typer.Option(help="Answer with full prefill, too, which reuses nothing.")]
 _HELP = (
     "Ask; /new begins anew, /sources shows the last answer's chunks, /help says this again, /quit "
     "or an empty line ends. A question that begins with / is asked with a blank before it."
@@ -35,7 +33,7 @@ def ask_command(
         options.Given, options.answering(Retrieval, shown=("where", "temperature"), max_tokens=128)
     ],
     how: Annotated[options.Given, _ONCE],
-    compare: _Compare = False,
+    compare: Compare = False,
     as_json: Json = False,
 ) -> None:
     """Ask the documents of an index; the answer streams."""
@@ -58,7 +56,7 @@ def explain_command(
     *,
     asked: Annotated[options.Given, options.answering(Retrieval, max_tokens=128)],
     how: Annotated[options.Given, _ONCE],
-    compare: _Compare = False,
+    compare: Compare = False,
     html: Annotated[
         Path | None,
         typer.Option(

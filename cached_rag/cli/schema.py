@@ -12,7 +12,7 @@ from rich.tree import Tree
 
 import cached_rag
 from cached_rag.cli import options
-from cached_rag.cli.ask import plainly
+from cached_rag.cli.ask import Compare, plainly
 from cached_rag.cli.terminal import Json, err, out, print_answer, print_json, print_pieces
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.errors import ConfigError, PMLError
@@ -123,19 +123,6 @@ def encode(
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Saying:
-    """What is asked besides the prompt.
-
-    Attributes:
-        text: text to put at the prompt's end.
-        compare: answer with full prefill, too.
-    """
-
-    text: str | None = None
-    compare: bool = False
-
-
 @schema_app.command(cls=options.SettingsCommand)
 @options.with_settings
 def run(
@@ -143,7 +130,8 @@ def run(
     prompt: PromptIn,
     model: options.Model = DEFAULT_MODEL,
     *,
-    said: Annotated[Saying, options.OptionsOf()],
+    text: Annotated[str | None, typer.Option(help="Text to put at the prompt's end.")] = None,
+    compare: Compare = False,
     placing: Annotated[Placing, options.OptionsOf()],
     asked: Annotated[options.Given, options.answering(max_tokens=128)],
     how: options.Loading,
@@ -154,11 +142,11 @@ def run(
     is_written_out = prompt.lstrip().startswith("<")
     read = schema.prompt_from_string if is_written_out else schema.prompt_from_file
     filled = read(prompt)
-    filled = filled.then(said.text) if said.text else filled
+    filled = filled.then(text) if text else filled
     # Full prefill must not find what the first answer left.
     with cached_rag.Engine.load(model, store=placing.kept(sequence_bytes=0), **how) as engine:
         filled.schema.encode(engine)
         stream = engine.stream(filled, **asked)
-        text = print_pieces(stream, are_shown=not as_json)
-        full = engine.generate(filled, **plainly(asked)) if said.compare else None
-    print_answer(stream.generation(text), full, as_json=as_json)
+        said = print_pieces(stream, are_shown=not as_json)
+        full = engine.generate(filled, **plainly(asked)) if compare else None
+    print_answer(stream.generation(said), full, as_json=as_json)

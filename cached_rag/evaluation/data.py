@@ -97,8 +97,8 @@ class Example:
         return self.reference is not None and self.reference.lower() in chunk.lower()
 
 
-def load_examples(path: Path, limit: int | None = None) -> list[Example]:
-    """The first `limit` examples of a .jsonl file.
+def load_examples(path: Path) -> list[Example]:
+    """The examples of a .jsonl file.
 
     Raises:
         EvaluationError: there is no such file, it has no example, or a line (named by its number)
@@ -110,8 +110,6 @@ def load_examples(path: Path, limit: int | None = None) -> list[Example]:
         raise EvaluationError(f"cannot read {path}: {error}") from error
     found: list[Example] = []
     for number, line in enumerate(lines, 1):
-        if limit is not None and len(found) == limit:
-            break
         if line.strip():
             found.append(_example(line, f"{path}, line {number}"))
     if not found:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cached_rag.errors import EvaluationError, needs_extra
 
@@ -134,22 +133,17 @@ class Interval:
 
 def bootstrap(differences: Sequence[float]) -> Interval:
     """Mean of paired differences with a 95 % bootstrap interval (percentiles); deterministic."""
-    values = np.asarray(differences, dtype=np.float64)
-    low, high = np.quantile(values[_draws(len(values))].mean(axis=1), (0.025, 0.975))
-    return Interval(float(values.mean()), float(low), float(high))
+    return bootstrap_ratio([(one, 1.0) for one in differences])
 
 
 def bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
     """Ratio of the sums of pairs, whose second is above 0, with an interval as `bootstrap`'s."""
     values = np.asarray(pairs, dtype=np.float64)
-    sums = values[_draws(len(values))].sum(axis=1)
+    draws = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
+    sums = values[draws].sum(axis=1)
     low, high = np.quantile(sums[:, 0] / sums[:, 1], (0.025, 0.975))
     mine, its = values.sum(axis=0)
     return Interval(float(mine / its), float(low), float(high))
-
-
-def _draws(count: int) -> NDArray[np.int64]:
-    return np.random.default_rng(0).integers(0, count, (_RESAMPLES, count))
 
 
 def plot_frontier(rows: Sequence[dict[str, Any]], path: Path) -> None:

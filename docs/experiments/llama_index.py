@@ -180,7 +180,7 @@ def main(
     store = StoreConfig(memory_bytes=_MEMORY, sequence_bytes=0, learn_prefixes=False)
     with Engine.load(model, store=store, dtype=dtype) as engine:
         if data is not None:
-            examples = load_examples(data, questions)
+            examples = load_examples(data)[:questions]
             nodes = from_set(examples)
         else:
             assert corpus is not None

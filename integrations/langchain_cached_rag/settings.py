@@ -178,7 +178,7 @@ class EngineSettings(spi.FrameworkModel):
                 engine, names, variable, lambda v: self._prompt(filled(prompt, v))
             )
         with spi.encode_progress(progress) as shown:
-            return engine.encode(texts, head, **shown)
+            return engine.encode(texts, head, context="configured", **shown)
 
     @abstractmethod
     def _prompt(self, value: Any) -> Prompt:

@@ -106,7 +106,7 @@ def deviation(
     from cached_rag.evaluation.timing import NEW_PROMPTS
     from docs.experiments.deviation import measure_deviation
 
-    examples = [example for path in data for example in load_examples(path, limit)]
+    examples = [example for path in data for example in load_examples(path)[:limit]]
     with Engine.load(model, store=NEW_PROMPTS, **how) as engine:
         layers, rows = measure_deviation(engine, examples, names(methods))
         facts = machine(engine.model)
@@ -133,7 +133,7 @@ def order(
     from docs.experiments.order import bench_order
 
     loaded = load_model(model, **how)
-    examples = [example for path in data for example in load_examples(path, limit)]
+    examples = [example for path in data for example in load_examples(path)[:limit]]
     with tempfile.TemporaryDirectory(dir=".") as folder:
         rows = bench_order(loaded, examples, folder, name=model, methods=names(methods))
     print_rows(rows, machine(loaded), as_json=as_json)
@@ -155,7 +155,7 @@ def chains(
     from docs.experiments.map_reduce import bench_chains
 
     loaded = load_model(model, **how)
-    examples = [example for path in data for example in load_examples(path, limit)]
+    examples = [example for path in data for example in load_examples(path)[:limit]]
     rows = bench_chains(loaded, examples, names(methods))
     print_rows(rows, machine(loaded), as_json=as_json)
 

@@ -171,7 +171,7 @@ def traffic(
     with Engine.load(model, store=store, **how) as engine:
         rows = []
         for path in data:
-            loaded = load_examples(path, limit)
+            loaded = load_examples(path)[:limit]
             examples: list[tuple[Sequence[str], str]] = [(e.chunks, e.question) for e in loaded]
             if shared_chunks:
                 examples = drawn(examples, shared_chunks)

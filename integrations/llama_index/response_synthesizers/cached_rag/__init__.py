@@ -73,12 +73,7 @@ class WholeChunks(PromptHelper):
         return [_SEPARATOR.join(pack) for pack in packs or [[""]]]
 
     def truncate(
-        self,
-        prompt: BasePromptTemplate,
-        text_chunks: Sequence[str],
-        padding: int = 5,
-        llm: LLM | None = None,
-        tools: list[Any] | None = None,
+        self, prompt: BasePromptTemplate, text_chunks: Sequence[str], *_: Any, **__: Any
     ) -> list[str]:
         """Chunks as they are: what is too long is the model's to refuse, by name."""
         return list(text_chunks)
