@@ -90,8 +90,7 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
 
     def _result(self, answers: list[Answer], model: str | None) -> LLMResult:
         generations = [
-            [Generation(text=one.text, generation_info=self._about(one, model) | _usage(one))]
-            for one in answers
+            [Generation(text=one.text, generation_info=self._told(one, model))] for one in answers
         ]
         read = sum(one.report.prompt_tokens for one in answers)
         made = sum(one.report.output_tokens for one in answers)
@@ -110,9 +109,8 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
         return stream, lambda piece: [GenerationChunk(text=piece)], last
 
     def _last_chunk(self, stream: Stream, options: dict[str, Any]) -> list[GenerationChunk]:
-        info = self._about(stream, options.get("model")) | _usage(stream)
+        info = self._told(stream, options.get("model"))
         return [GenerationChunk(text="", generation_info=info)]
 
-
-def _usage(answer: Answer | Stream) -> dict[str, Any]:
-    return {"usage_metadata": usage(answer.report)}
+    def _told(self, answer: Answer | Stream, model: str | None) -> dict[str, Any]:
+        return {**self._about(answer, model), "usage_metadata": usage(answer.report)}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import httpx
@@ -66,64 +66,53 @@ def create_app(
     async def answer(request: Request) -> Response:
         """Whatever vLLM answers."""
         _check_key(request, api_key)
-        body, handed, told = await _read(request, max_body_bytes), None, ""
-        if request.method == "POST" and request.url.path in _PREFILLED:
-            fields = _fields(body)
-            done = await asyncio.to_thread(node.prefill, fields)
-            if isinstance(done, Handed):
-                handed, told = done, done.to_line()
-                body = json.dumps(fields | done.ticket.fields(done.token_ids)).encode()
-            else:
-                told = f"prefilled by vLLM: {done}"
-
-        def forget() -> None:
-            if handed is not None:
-                cleaner.submit(node.forget, handed)
-
-        return await _passed_on(client, request, body, told, forget)
+        body, told = await _read(request, max_body_bytes), ""
+        with ExitStack() as over:
+            if request.method == "POST" and request.url.path in _PREFILLED:
+                fields = _fields(body)
+                done = await asyncio.to_thread(node.prefill, fields)
+                if isinstance(done, Handed):
+                    over.callback(cleaner.submit, node.forget, done)
+                    told = done.to_line()
+                    body = json.dumps(fields | done.ticket.fields(done.token_ids)).encode()
+                else:
+                    told = f"prefilled by vLLM: {done}"
+            return await _passed_on(client, request, body, told, over)
 
     return app
 
 
 async def _passed_on(
-    client: httpx.AsyncClient, request: Request, body: bytes, told: str, done: Callable[[], None]
+    client: httpx.AsyncClient, request: Request, body: bytes, told: str, over: ExitStack
 ) -> Response:
-    """What vLLM answers to a request; `done` is called when that is over, in whatever way."""
+    """What vLLM answers to a request, by which `over` is closed if there is an answer."""
     headers = {k: v for k, v in request.headers.items() if k not in _HOP}
     url = httpx.URL(path=request.url.path, query=request.url.query.encode() or None)
     try:
         sent = client.build_request(request.method, url, headers=headers, content=body)
         response = await _unless_left(request, client.send(sent, stream=True))
     except httpx.HTTPError as error:
-        done()
         raise HTTPException(502, f"vLLM does not answer ({type(error).__name__})") from error
-    except BaseException:
-        done()
-        raise
-
     if response is None:
-        done()
         return Response(status_code=_LEFT)
     kept = {k: v for k, v in response.headers.items() if k not in _HOP}
     if told:  # a header is one line of Latin-1
         kept["x-cached-rag"] = " ".join(told.encode("ascii", "replace").decode().split())
-    return _Relayed(response, kept, done)
+    return _Relayed(response, kept, over.pop_all())
 
 
 class _Relayed(StreamingResponse):
     """What vLLM answers, piece by piece; released even if the client leaves before the first."""
 
-    def __init__(
-        self, answer: httpx.Response, headers: dict[str, str], done: Callable[[], None]
-    ) -> None:
+    def __init__(self, answer: httpx.Response, headers: dict[str, str], over: ExitStack) -> None:
         super().__init__(answer.aiter_bytes(), answer.status_code, headers)
-        self._answer, self._done = answer, done
+        self._answer, self._over = answer, over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._done()
+            self._over.close()
             await self._answer.aclose()
 
 
