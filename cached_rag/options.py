@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, get_type_hints
@@ -95,12 +95,12 @@ class Setting:
 
 
 def settings_of(*kinds: type) -> dict[str, Setting]:
-    """The settings of classes, by name; of a name that two have, the first's."""
+    """The settings of classes, all with defaults, by name; of one that two have, the first's."""
     found: dict[str, Setting] = {}
     for kind in kinds:
         types, texts = get_type_hints(kind), _documented(kind)
         for one in fields(kind):
-            setting = Setting(one.name, types[one.name], _default(one), texts.get(one.name, ""))
+            setting = Setting(one.name, types[one.name], one.default, texts.get(one.name, ""))
             found.setdefault(one.name, setting)
     return found
 
@@ -166,10 +166,6 @@ def _plain(number: Any, kind: str) -> int | float:
         return int(number) if kind == "int" else float(number)
     except OverflowError:  # a whole number larger than any float
         return math.inf if number > 0 else -math.inf
-
-
-def _default(one: Field[Any]) -> Any:
-    return None if one.default is MISSING else one.default
 
 
 def _documented(kind: type) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-_INTERRUPTED = 130  # as shells have it for SIGINT
+INTERRUPTED = 130  # as shells have it for SIGINT
 
 
 def run() -> None:
@@ -14,4 +14,4 @@ def run() -> None:
 
         main()
     except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)

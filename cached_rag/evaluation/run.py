@@ -191,6 +191,9 @@ class Journal:
     once, as one line of JSON. The first line names the run's model and settings; a journal of
     another run is refused. Every measurement has its origin, for one journal may be filled at
     several commits and on several machines.
+
+    Attributes:
+        rows: all measurements, oldest first.
     """
 
     def __init__(
@@ -208,7 +211,7 @@ class Journal:
         facts = machine or {}
         self.path = path
         self._origin = {name: facts.get(name) for name in _ORIGIN}
-        self._rows: dict[_Key, dict[str, Any]] = {}
+        self.rows: dict[_Key, dict[str, Any]] = {}
         head = json.dumps({"run": run}, sort_keys=True)
         with _reported(path):
             if path.exists():
@@ -244,10 +247,7 @@ class Journal:
             self.path.write_text(text + "\n", encoding="utf-8")
 
     def _keep(self, row: dict[str, Any]) -> None:
-        self._rows[row["data"], row["example"], row["method"], row["ratio"]] = row
-
-    def __contains__(self, key: _Key) -> bool:
-        return key in self._rows
+        self.rows[row["data"], row["example"], row["method"], row["ratio"]] = row
 
     def add(self, row: dict[str, Any]) -> None:
         """Add one measurement with its origin, and write it to the file.
@@ -259,10 +259,6 @@ class Journal:
         with _reported(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         self._keep(row)
-
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """All measurements, oldest first."""
-        yield from self._rows.values()
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
@@ -364,7 +360,7 @@ class Settings:
         for path, whole in self.sets.items():
             long = is_long(whole)
             asked |= {(path.stem, one.digest(long=long)): one for one in self.asked(path)}
-        for row in journal.rows():
+        for row in journal.rows.values():
             example = asked.get((row["data"], row["example"]))
             if example is None:
                 continue
@@ -394,7 +390,9 @@ def evaluate(
         with closing(EncodedEngines(engine.model, long=long)) as engines:
             for done, example in enumerate(examples, 1):
                 about = path.stem, example.digest(long=long)
-                missing = [t for t in settings.trials if (*about, t.name, t.ratio) not in journal]
+                missing = [
+                    t for t in settings.trials if (*about, t.name, t.ratio) not in journal.rows
+                ]
                 if missing:
                     rows = engines.rows(example, missing, generates=settings.questions.answers)
                     for row in _named(rows, path, example):

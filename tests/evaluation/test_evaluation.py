@@ -212,11 +212,11 @@ def test_answers_and_likelihoods_are_the_models_own():
 
 def test_an_interrupted_run_goes_on_where_it_stopped(data, tmp_path):
     _, journal = run(data, tmp_path, ["reuse"], limit=2)
-    before = list(journal.rows())
+    before = list(journal.rows.values())
     with journal.path.open("a") as file:
         file.write('{"data": "small", "id')  # killed while writing
     rows, journal = run(data, tmp_path, ["reuse", "epic"])
-    assert list(journal.rows())[: len(before)] == before
+    assert list(journal.rows.values())[: len(before)] == before
     assert [row["n"] for row in rows] == [3, 3, 3]
     fresh, _ = run(data, tmp_path, ["reuse", "epic"], name="other.jsonl")
     for resumed, whole in zip(rows, fresh, strict=True):
@@ -233,7 +233,7 @@ def test_a_journal_is_written_on_wherever_it_was_cut(data, tmp_path, left):
     assert [row["n"] for row in again] == [2, 2, 2]
     assert again[0]["nll"] == rows[0]["nll"]
     _, journal = run(data, tmp_path, ["reuse", "epic"], limit=2)
-    assert len(list(journal.rows())) == 6
+    assert len(list(journal.rows.values())) == 6
 
 
 def test_another_file_of_the_same_name_is_measured_anew(data, tmp_path):
@@ -244,7 +244,7 @@ def test_another_file_of_the_same_name_is_measured_anew(data, tmp_path):
     other.write_text("\n".join(json.dumps(row | {"question": "Why?"}) for row in rows))
     (second,), journal = run(other, tmp_path, ["full"])
     (fresh,), _ = run(other, tmp_path, ["full"], name="fresh.jsonl")
-    assert len(list(journal.rows())) == 6
+    assert len(list(journal.rows.values())) == 6
     assert second["nll"] == fresh["nll"] != first["nll"]
     with pytest.raises(ConfigError, match="same name"):
         Settings((data, other), ())
@@ -284,7 +284,7 @@ def test_a_set_whose_answers_became_long_is_measured_anew(data, tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (full,), journal = run(data, tmp_path, ["full"], limit=2)
     assert full["n"] == 2
-    assert len(list(journal.rows())) == 4
+    assert len(list(journal.rows.values())) == 4
     (fresh,), _ = run(data, tmp_path, ["full"], limit=2, name="fresh.jsonl")
     assert full["nll"] == fresh["nll"]
 
@@ -317,7 +317,7 @@ def test_measurements_say_where_they_come_from(tmp_path):
     key |= {"ttft_ms": 1.0, "full_ttft_ms": 1.0}
     for number, machine in enumerate((here, here, here | {"commit": "b2"}, None)):
         Journal(path, run, machine).add({**key, "example": str(number), "nll": 1.0})
-    found = {one["commit"]: one for one in origins(Journal(path, run).rows())}
+    found = {one["commit"]: one for one in origins(Journal(path, run).rows.values())}
     assert found["a1"] == {"commit": "a1", "processor": "P", "threads": 1, "rows": 2}
     assert (found["b2"]["rows"], found[None]["rows"]) == (1, 1)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,7 +140,10 @@ class CachedVectorStore(BasePydanticVectorStore):
         neither ids nor filters, stores differ in what they delete. KV of nodes that are not known
         stays until others need its room, and a warning says so.
         """
-        gone = self._ids(node_ids, filters)
+        gone = node_ids if filters is None else None
+        if filters is not None:
+            with suppress(NotImplementedError):
+                gone = [node.node_id for node in self.get_nodes(node_ids, filters)]
         self.vector_store.delete_nodes(node_ids, filters, **delete_kwargs)
         self._drop(gone)
 
@@ -150,7 +154,10 @@ class CachedVectorStore(BasePydanticVectorStore):
         **delete_kwargs: Any,
     ) -> None:
         """As `delete_nodes`."""
-        gone = await self._aids(node_ids, filters)
+        gone = node_ids if filters is None else None
+        if filters is not None:
+            with suppress(NotImplementedError):
+                gone = [node.node_id for node in await self.aget_nodes(node_ids, filters)]
         await self.vector_store.adelete_nodes(node_ids, filters, **delete_kwargs)
         await asyncio.to_thread(self._drop, gone)
 
@@ -164,27 +171,6 @@ class CachedVectorStore(BasePydanticVectorStore):
         await self.vector_store.aclear()
         await asyncio.to_thread(self._drop, self._ledger.ids())
 
-    def _ids(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
-        if filters is None:
-            return self._unnamed() if node_ids is None else node_ids
-        try:
-            return [node.node_id for node in self.get_nodes(node_ids, filters)]
-        except NotImplementedError:
-            return self._unnamed()
-
-    async def _aids(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> list[str]:
-        if filters is None:
-            return self._unnamed() if node_ids is None else node_ids
-        try:
-            return [node.node_id for node in await self.aget_nodes(node_ids, filters)]
-        except NotImplementedError:
-            return self._unnamed()
-
-    def _unnamed(self) -> list[str]:
-        kind = type(self.vector_store).__name__
-        _log.warning("%s cannot say which nodes it deletes; their KV is kept until clear()", kind)
-        return []
-
     def _learn(self, nodes: Sequence[BaseNode]) -> None:
         last = {node.node_id: node for node in nodes}.values()  # of the same id, as stores do
         rows = [(n.node_id, n.ref_doc_id or n.node_id, module_text(n)) for n in last]
@@ -194,7 +180,13 @@ class CachedVectorStore(BasePydanticVectorStore):
         texts, sources = [text for *_, text in rows], [source for _, source, _ in rows]
         Learner(self._llm, self.encode, self._options).learn(texts, sources)
 
-    def _drop(self, ids: list[str]) -> None:
+    def _drop(self, ids: list[str] | None) -> None:
+        """Forget nodes; None where it is not known which they were."""
+        if ids is None:
+            kind = type(self.vector_store).__name__
+            said = "%s cannot say which nodes it deletes; their KV is kept until clear()"
+            _log.warning(said, kind)
+            return
         self._ledger.remove([*ids, *map(_bare, ids)], self._llm.forget)
 
     # What does not ---------------------------------------------------------------------------
