@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-INTERRUPTED = 130  # as shells have it for SIGINT
+_INTERRUPTED = 130  # as shells have it for SIGINT
 
 
 def run() -> None:
@@ -14,4 +14,4 @@ def run() -> None:
 
         main()
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(_INTERRUPTED)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import cached_rag
-from cached_rag.cli import INTERRUPTED, options
+from cached_rag.cli import options
 from cached_rag.cli.terminal import Json, err, out, print_json, print_table
 from cached_rag.config import ModelConfig, StoreConfig
 from cached_rag.options import require
@@ -21,6 +21,8 @@ from cached_rag.rag.folder import IndexConfig
 if TYPE_CHECKING:
     from cached_rag.rag.workers import IngestWorkers
 
+# What a shell knows a command by that was interrupted.
+_INTERRUPTED = 130
 # Most files that are named for one reason.
 _MOST_LINES = 20
 
@@ -119,7 +121,7 @@ def ingest_command(
             summary = rag.ingest(path, ray=workers, progress=not as_json, **told)
         except KeyboardInterrupt:
             err.print("interrupted; what is done is kept, and the same command goes on from there")
-            raise typer.Exit(INTERRUPTED) from None
+            raise typer.Exit(_INTERRUPTED) from None
     _print(summary, rag.settings["model"], as_json=as_json)
     if summary.skipped and not (summary.added or summary.unchanged):
         raise typer.Exit(1)  # of what was named nothing could be read
