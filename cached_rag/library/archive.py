@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -24,14 +24,14 @@ from cached_rag.kv.kept import KeptPrompt, KeptPrompts
 from cached_rag.kv.layers import Layered, each
 from cached_rag.kv.rows import Run
 from cached_rag.library.learning import WriteBack
-from cached_rag.library.sequences import Ids, PromptKV, Supersedes
+from cached_rag.library.sequences import Ids, PromptKV
 
 _log = logging.getLogger(__name__)
-# A kept prompt's name, and where it is cut: the same prompt may be written anew with other cuts.
-_Cut = tuple[str, tuple[int, ...], tuple[int, ...]]
+_UNWRITTEN = "what a prompt left is not kept on disk"
 
 
-def _cut(prompt: KeptPrompt) -> _Cut:
+def _cut(prompt: KeptPrompt) -> object:
+    """Its name, and where it is cut: the same prompt may be written anew with other cuts."""
     return prompt.name, prompt.ends, prompt.stated
 
 
@@ -49,8 +49,8 @@ class PromptArchive:
         """
         self._kept, self._model, self._device, self._writing = kept, model, device, writing
         # Those that `Sequences` keeps, so they take no memory beyond its bound.
-        self._waiting: WeakKeyDictionary[PromptKV, Supersedes] = WeakKeyDictionary()
-        self._known: dict[_Cut, PromptKV] = {}
+        self._waiting: WeakSet[PromptKV] = WeakSet()
+        self._known: dict[object, PromptKV] = {}
         self._lock = threading.RLock()  # as in `WriteBack`
 
     def close(self) -> None:
@@ -63,15 +63,11 @@ class PromptArchive:
         return [described for _, described in self._mine(namespace)]
 
     def _mine(self, namespace: str) -> list[tuple[KeptPrompt, PromptKV]]:
-        try:
+        found: list[KeptPrompt] = []
+        with _logged("what earlier prompts left is not used"):
             found = self._kept.all()
-        except StoreError as error:
-            _log.warning("what earlier prompts left is not used: %s", error)
-            return []
-        known = self._known
-        if known.keys() != {_cut(one) for one in found}:
-            known = {_cut(one): known.get(_cut(one)) or _described(one) for one in found}
-            self._known = known
+        known = {_cut(one): self._known.get(_cut(one)) or _described(one) for one in found}
+        self._known = known
         whose = self._model.fingerprint, namespace, self._kept.signer
         mine = (one for one in found if (one.model, one.namespace, one.signer) == whose)
         return [(one, known[_cut(one)]) for one in mine]
@@ -91,13 +87,10 @@ class PromptArchive:
             return None
         length = max(lengths)
         best, _ = mine[lengths.index(length)]
-        try:
+        found = None
+        with _logged("what a prompt left is computed anew"):
             found = self._loaded(best, length)
-        except StoreError as error:
-            _log.warning("%s What it stands for is computed anew.", error)
-            self._drop(best)
-            return None
-        if found is None or len(found.ids) < length:  # a piece is missing
+        if found is None or len(found.ids) < length:  # a piece is damaged, or missing
             self._drop(best)
             return found
         self._writing.offer(("used", best.name), partial(self._touch, best))
@@ -108,10 +101,8 @@ class PromptArchive:
             self._kept.touch(prompt)
 
     def _drop(self, *prompts: KeptPrompt) -> None:
-        try:
+        with _logged("what a prompt left stays on disk"):
             self._kept.remove(prompts)
-        except StoreError as error:
-            _log.warning("%s", error)
 
     def _loaded(self, prompt: KeptPrompt, length: int) -> PromptKV | None:
         """The first `length` tokens' KV, or as much as there is of it."""
@@ -136,23 +127,22 @@ class PromptArchive:
         """Keys or values as a buffer of one prompt has them."""
         return each(side, lambda stack: stack[:, None].to(self._device))
 
-    def offer(self, prompt: PromptKV, supersedes: Supersedes) -> None:
+    def offer(self, prompt: PromptKV) -> None:
         """Write a prompt when nobody asks anything, if it is still kept in memory then.
 
-        Args:
-            supersedes: whether it can serve all prompts that another one can, which then goes.
+        Those that it supersedes go.
         """
         with self._lock:
-            self._waiting[prompt] = supersedes
+            self._waiting.add(prompt)
         self._writing.offer(object(), self._write_one)  # as often as there is something to write
 
     def _write_one(self) -> None:
         with self._lock:
-            waiting = next(iter(self._waiting.items()), None)
-        if waiting is not None and self._tell(waiting[0]):
-            self._fill(*waiting)
+            waiting = next(iter(self._waiting), None)
+        if waiting is not None and self._tell(waiting):
+            self._fill(waiting)
 
-    def finish(self, prompts: Sequence[PromptKV], supersedes: Supersedes, deadline: float) -> None:
+    def finish(self, prompts: Sequence[PromptKV], deadline: float) -> None:
         """Write prompts now, the last one first, and nothing else later.
 
         Args:
@@ -161,11 +151,11 @@ class PromptArchive:
         self._writing.close(0)
         if time.monotonic() >= deadline:
             return
-        self._waiting.update(dict.fromkeys(prompts, supersedes))
+        self._waiting.update(prompts)
         told = [one for one in prompts if self._tell(one)]  # in the order in which they may go
         try:
             while told and time.monotonic() < deadline:
-                self._fill(told.pop(), supersedes)
+                self._fill(told.pop())
         finally:
             if told:
                 self._drop(*map(self._to_keep, told))
@@ -178,9 +168,10 @@ class PromptArchive:
     def _tell(self, prompt: PromptKV) -> bool:
         """Write down that a prompt is kept; says whether its KV has to follow."""
         new = self._to_keep(prompt)
-        with self._lock, _logged():
-            if self._waiting.pop(prompt, None) is None:
+        with self._lock, _logged(_UNWRITTEN):
+            if prompt not in self._waiting:
                 return False  # a text in it was forgotten
+            self._waiting.remove(prompt)
             mine = [one for one, _ in self._mine(prompt.namespace) if one.name == new.name]
             if any(len(one.stated) >= len(new.stated) for one in mine):
                 self._touch(new)  # that one can serve as many prompts
@@ -189,7 +180,7 @@ class PromptArchive:
             return True
         return False
 
-    def _fill(self, prompt: PromptKV, supersedes: Supersedes) -> None:
+    def _fill(self, prompt: PromptKV) -> None:
         def piece(begin: int, end: int) -> ModuleKV:
             found = prompt.piece(begin, end)
             assert found is not None
@@ -202,10 +193,10 @@ class PromptArchive:
                 return run.buffer.states.packed()
 
         new = self._to_keep(prompt)
-        with _logged():
+        with _logged(_UNWRITTEN):
             if self._kept.fill(new, piece, state):
                 others = [pair for pair in self._mine(prompt.namespace) if pair[0].name != new.name]
-                self._kept.remove([one for one, other in others if supersedes(prompt, other)])
+                self._kept.remove([one for one, other in others if prompt.supersedes(other)])
 
     def _to_keep(self, prompt: PromptKV) -> KeptPrompt:
         ends = tuple(run.slot + len(run) for run in prompt.runs)
@@ -227,15 +218,16 @@ class PromptArchive:
         with self._lock:
             for one in list(self._waiting):
                 if one.namespace == namespace and one.find(text_digest, token_ids) is not None:
-                    self._waiting.pop(one, None)
+                    self._waiting.discard(one)
 
 
 @contextmanager
-def _logged() -> Iterator[None]:
+def _logged(outcome: str) -> Iterator[None]:
+    """Log a `StoreError`, and what comes of it, as only caching fails."""
     try:
         yield
     except StoreError as error:
-        _log.warning("what a prompt left is not kept on disk: %s", error)
+        _log.warning("%s: %s", outcome, error)
 
 
 def _described(

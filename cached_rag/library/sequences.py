@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakSet
@@ -82,6 +82,27 @@ class PromptKV:
             return length
         return max((stop for stop in self.stops if stop <= length), default=0)
 
+    def is_worth(self, length: int) -> bool:
+        """Whether its first `length` tokens are worth keeping: many, or with a whole chunk."""
+        return length >= MIN_SHARED or any(end <= length for _, end in self.chunks)
+
+    def worth(self, ids: Ids, repair: str, exact: int) -> int:
+        """As `usable`, but 0 if it is not worth it."""
+        length = self.usable(ids, repair, exact)
+        return length if self.is_worth(length) else 0
+
+    def goes_on(self, old: PromptKV) -> bool:
+        """Whether it goes on where an earlier prompt ended."""
+        is_behind = self.namespace == old.namespace and len(self.ids) > len(old.ids)
+        return is_behind and common(self.ids, old.ids) >= (old.least or len(old.ids))
+
+    def supersedes(self, old: PromptKV) -> bool:
+        """Whether it can serve all prompts that another one can."""
+        is_same = self.namespace == old.namespace and self.exact_length >= old.exact_length
+        is_as_open = self.least <= old.least or old.exact_length == len(old.ids)
+        is_as_open = is_as_open and set(old.stops) <= set(self.stops)
+        return is_same and is_as_open and self.usable(old.ids, old.repair) == len(old.ids)
+
     def cut(self, length: int) -> tuple[Run, ...]:
         """The runs of its first `length` tokens."""
         found = (run.cut(0, length) for run in self.runs)
@@ -124,10 +145,6 @@ class PromptKV:
         return min(places, default=None)
 
 
-# Whether the first prompt can serve all prompts that the second one can.
-Supersedes = Callable[[PromptKV, PromptKV], bool]
-
-
 class Disk(Protocol):
     """What is kept beyond memory; `PromptArchive` implements it."""
 
@@ -139,10 +156,10 @@ class Disk(Protocol):
     ) -> PromptKV | None:
         """That of which more than `least` tokens are usable, and most, with its KV; or None."""
 
-    def offer(self, prompt: PromptKV, supersedes: Supersedes) -> None:
-        """Write one later, in place of those that it can stand for."""
+    def offer(self, prompt: PromptKV) -> None:
+        """Write one later, in place of those that it supersedes."""
 
-    def finish(self, prompts: Sequence[PromptKV], supersedes: Supersedes, deadline: float) -> None:
+    def finish(self, prompts: Sequence[PromptKV], deadline: float) -> None:
         """Write these until then, the last one first, and nothing else later."""
 
     def withdraw(self, namespace: str, text_digest: str, token_ids: Ids) -> None:
@@ -210,25 +227,33 @@ class Sequences:
         """
         with self._lock:
             best, most = None, (0, 0)
-            for one in self._kept:
-                length = one.usable(ids, repair, exact) if one.namespace == namespace else 0
+            for one in self._own(namespace):
+                length = one.worth(ids, repair, exact)
                 rank = (length, min(length, one.exact_length))
-                if rank > most and is_worth(length, one.chunks):
+                if rank > most:
                     best, most = one, rank
+            brought = None
             if self._disk is not None:
                 brought = self._disk.bring(
-                    namespace, lambda one: _worthwhile(one, ids, repair, exact), most[0]
+                    namespace, lambda one: one.worth(ids, repair, exact), most[0]
                 )
-                length = brought.usable(ids, repair, exact) if brought is not None else 0
-                if brought is not None and length > most[0]:
-                    best, most = brought, (length, 0)
-                    self._kept.append(brought)
-                    self._brought.add(brought)
+            length = 0 if brought is None else brought.usable(ids, repair, exact)
+            if brought is not None and length > most[0]:
+                best, most = brought, (length, 0)
+                self._kept.append(brought)
+                self._brought.add(brought)
             if best is not None:
-                self._kept.remove(best)
-                self._kept.append(best)
+                self._use(best)
                 self._make_room(best)
             return best, most[0]
+
+    def _own(self, namespace: str) -> list[PromptKV]:
+        """A tenant's sequences in memory; under the lock."""
+        return [one for one in self._kept if one.namespace == namespace]
+
+    def _use(self, one: PromptKV) -> None:
+        self._kept.remove(one)
+        self._kept.append(one)
 
     def _make_room(self, used: PromptKV) -> None:
         """Drop sequences until the bound is kept to, and the one that is in use last."""
@@ -243,18 +268,15 @@ class Sequences:
     def _known(self, namespace: str) -> list[PromptKV]:
         """A tenant's sequences, those on disk without their KV."""
         with self._lock:
-            own = [one for one in self._kept if one.namespace == namespace]
+            own = self._own(namespace)
         return own if self._disk is None else [*self._disk.prompts(namespace), *own]
 
     def containing(self, namespace: str, token_ids: Ids) -> tuple[PromptKV, int] | None:
         """The last sequence with these tokens among its exact ones, and the slot of the first."""
         with self._lock:
-            for one in reversed(self._kept):
-                is_own = one.namespace == namespace
-                found = where(one.ids[: one.exact_length], token_ids) if is_own else []
-                if found:
-                    self._kept.remove(one)
-                    self._kept.append(one)
+            for one in reversed(self._own(namespace)):
+                if found := where(one.ids[: one.exact_length], token_ids):
+                    self._use(one)
                     return one, found[0]
         return None
 
@@ -271,7 +293,7 @@ class Sequences:
         length = kv.length if keeps_all else min(sequence.exact_length, kv.length)
         if snapshots := kv.own.snapshots:
             length = max((at for at in snapshots if at <= length), default=0)
-        if kv.positions is not None or not is_worth(length, sequence.chunks):
+        if kv.positions is not None or not sequence.is_worth(length):
             return
         rows = kv.own.keys.nbytes + kv.own.values.nbytes
         if not self._has_room(length * rows // kv.own.capacity):
@@ -279,17 +301,17 @@ class Sequences:
         with self._lock:
             kept = self._copied(sequence, kv, length)
             # The next turn of a conversation, and no other question behind the same head.
-            goes_on = any(_goes_on(kept, one) for one in self._kept)
-            self._kept = [one for one in self._kept if not _has_all(kept, one)] + [kept]
+            goes_on = any(map(kept.goes_on, self._kept))
+            self._kept = [one for one in self._kept if not kept.supersedes(one)] + [kept]
             self._make_room(kept)
         if goes_on and self._disk is not None:
-            self._disk.offer(kept, _has_all)
+            self._disk.offer(kept)
 
     def close(self, deadline: float) -> None:
         """Have all that is kept written to disk, but what was brought; see `Disk.finish`."""
         if self._disk is not None:
             own = [one for one in self._kept if one not in self._brought]
-            self._disk.finish(own, _has_all, deadline)
+            self._disk.finish(own, deadline)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a prompt may be kept; the first one that is too large is logged."""
@@ -357,23 +379,18 @@ class Sequences:
         """
         wanted = np.asarray(token_ids, dtype=np.int64)
         with self._lock:
-            for one in list(self._kept):
-                slot = one.find(text_digest, wanted) if one.namespace == namespace else None
+            for one in self._own(namespace):
+                slot = one.find(text_digest, wanted)
                 if slot is None:
                     continue
                 self._kept.remove(one)
                 rest = one.until(slot)
                 if len(rest.ids) < rest.least:  # so nobody may use what is not exact
                     rest = rest.until(rest.exact_length)
-                if rest.runs and is_worth(len(rest.ids), rest.chunks):
+                if rest.runs and rest.is_worth(len(rest.ids)):
                     self._kept.insert(0, rest)
         if self._disk is not None:
             self._disk.withdraw(namespace, text_digest, wanted)
-
-
-def is_worth(length: int, chunks: Iterable[tuple[str, int]]) -> bool:
-    """Whether a prompt's first `length` tokens are worth keeping: many, or with a whole chunk."""
-    return length >= MIN_SHARED or any(end <= length for _, end in chunks)
 
 
 def common(first: Ids, second: Ids) -> int:
@@ -389,26 +406,6 @@ def where(ids: Ids, wanted: Ids) -> list[int]:
         return []
     places = np.flatnonzero(ids[: len(ids) - len(wanted) + 1] == wanted[0])
     return [int(at) for at in places if np.array_equal(ids[at : at + len(wanted)], wanted)]
-
-
-def _goes_on(new: PromptKV, old: PromptKV) -> bool:
-    """Whether a prompt goes on where an earlier one ended."""
-    is_behind = new.namespace == old.namespace and len(new.ids) > len(old.ids)
-    return is_behind and common(new.ids, old.ids) >= (old.least or len(old.ids))
-
-
-def _has_all(new: PromptKV, old: PromptKV) -> bool:
-    """Whether the new sequence can serve all prompts that the old one can."""
-    is_same = new.namespace == old.namespace and new.exact_length >= old.exact_length
-    is_as_open = new.least <= old.least or old.exact_length == len(old.ids)
-    is_as_open = is_as_open and set(old.stops) <= set(new.stops)
-    return is_same and is_as_open and new.usable(old.ids, old.repair) == len(old.ids)
-
-
-def _worthwhile(one: PromptKV, ids: Ids, repair: str, exact: int) -> int:
-    """How many tokens of a sequence a prompt can use; 0 if it is not worth it."""
-    length = one.usable(ids, repair, exact)
-    return length if is_worth(length, one.chunks) else 0
 
 
 def _held(one: PromptKV) -> dict[Hashable, tuple[int, int]]:
