@@ -321,12 +321,12 @@ class Engine:
             progress(chunks)
             token_progress(tokens)
 
-        def exclusively(work: Callable[[], None]) -> None:
-            def locked() -> None:
+        def exclusively(work: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+            def locked() -> tuple[int, int]:
                 with self.lock:
-                    work()
+                    return work()
 
-            on_model_thread(locked)
+            return on_model_thread(locked)
 
         return self._encoder.encode(order, exclusively, done, token_total)
 

@@ -49,6 +49,8 @@ _BETWEEN = "\n\n"
 _PRIMERS = tuple(primer(count + 1) for count in range(MOST_PRIMERS))
 Passages = tuple[Ids, ...]
 Item = tuple[ChunkRecord, str]
+# Does work, and gives what it gives: numbers of chunks and of tokens that were encoded.
+Exclusively = Callable[[Callable[[], tuple[int, int]]], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,14 @@ class Encoder:
     def encode(
         self,
         order: Order,
-        exclusively: Callable[[Callable[[], None]], None],
+        exclusively: Exclusively,
         progress: Callable[[int, int], object],
         total: Callable[[int], object],
     ) -> EncodeSummary:
         """Prefill the texts of an order that have no KV; see `Engine.encode`.
 
         Args:
-            exclusively: does a batch's work while nothing else computes.
+            exclusively: does a batch's work while nothing else computes, and gives what that gives.
             progress: called after each batch with the numbers of its chunks and of tokens computed.
             total: called before the first batch with the number of tokens to compute.
         """
@@ -149,20 +151,20 @@ class Encoder:
         tokens = sum(sum(map(len, w)) * len(self._ways(behind)) for behind, w in passes.items())
         if tokens:
             total(tokens)
-        texts = {ids: item for wanted in passes.values() for ids, item in wanted.items()}
-        # Answers go on between batches, and progress is told there, so that it may ask, too.
-        for records, window in list(self._batches(order, texts)) or [([], None)]:
-            done: list[tuple[int, int]] = []
-            exclusively(partial(self._encode, order.behinds, records, window, done))
-            for chunks, count in done:
-                progress(chunks, count)
+        for behind, wanted in passes.items():
+            # Answers go on between batches, and progress is told there, so that it may ask, too.
+            for records, window in list(self._batches(order, behind, wanted)) or [([], None)]:
+                chunks, count = exclusively(partial(self._encode, behind, records, window))
+                if chunks:
+                    progress(chunks, count)
         self._warn_of_lost(order)
+        encoded = len({ids for wanted in passes.values() for ids in wanted})
         seconds = time.perf_counter() - started
         sources = [(EncodedAfter(()), behind.prefix_ids) for behind in passes]
         sources += [(behind, record.token_ids) for behind in passes for record, _ in order.records]
         return EncodeSummary(
-            encoded=len(texts),
-            present=len(order.records) - len(texts) if passes else 0,
+            encoded=encoded,
+            present=len(order.records) - encoded if passes else 0,
             skipped=order.skipped,
             tokens=tokens,
             seconds=seconds,
@@ -170,17 +172,19 @@ class Encoder:
         )
 
     def _batches(
-        self, order: Order, wanted: dict[Ids, Item]
+        self, order: Order, behind: EncodedAfter, wanted: dict[Ids, Item]
     ) -> Iterator[tuple[list[Item], Window | None]]:
-        """The wanted texts in batches: parts of documents, and others, which stand alone."""
+        """The wanted texts in batches: parts of documents, and others, which stand alone.
+
+        Behind a fixed context, chunks of a document stand behind each other, too.
+        """
         alone = dict(wanted)
-        fixed = [one for one in order.behinds if self.start(one) is not None]
-        taken = max((len(one.prefix_ids) + max(self._before(one)) for one in fixed), default=0)
-        most = min(BATCH_TOKENS, self._room - taken)
-        for items in order.documents if fixed else ():
+        is_fixed = self.start(behind) is not None
+        for items in order.documents if is_fixed else ():
             if len(items) < 2:
                 continue
             chunks = [record.token_ids for record, _ in items]
+            most = min(BATCH_TOKENS, self._left(behind) - max(self._before(behind)))
             for part in windows(chunks, alone.__contains__, self._between, most):
                 yield [alone.pop(ids) for ids in part.chunks if ids in alone], part
         for batch in batches([*alone]):
@@ -199,18 +203,16 @@ class Encoder:
             )
 
     def _encode(
-        self,
-        behinds: Sequence[EncodedAfter],
-        records: Sequence[Item],
-        window: Window | None,
-        done: list[tuple[int, int]],
-    ) -> None:
-        """Prefill those of a batch's texts that have no KV by now."""
-        for behind in behinds:
-            wanted = self._wanted(behind, records)
-            if wanted or behind not in self.library.encoded_after():
-                tokens = self._encode_wanted(behind, wanted, window)
-                done += [(len(wanted), tokens)] if wanted else []
+        self, behind: EncodedAfter, records: Sequence[Item], window: Window | None
+    ) -> tuple[int, int]:
+        """Prefill those of a batch's texts that have no KV by now; says how many, of what length.
+
+        Without texts the head alone is encoded, if it is new.
+        """
+        wanted = self._wanted(behind, records)
+        if not wanted and behind in self.library.encoded_after():
+            return 0, 0
+        return len(wanted), self._encode_wanted(behind, wanted, window)
 
     def start(self, behind: EncodedAfter) -> int | None:
         """Where chunks that stand alone behind a fixed context begin; None behind another."""
@@ -221,7 +223,7 @@ class Encoder:
 
     def _before(self, behind: EncodedAfter) -> list[int]:
         """The number of tokens that a fixed context's passages take before a chunk, each way."""
-        room = self._room - len(behind.prefix_ids)
+        room = self._left(behind)
         if (lengths := self._lengths.get((behind.context, room))) is None:
             ways = (self._passages(way, "", room) for way in self._ways(behind))
             lengths = [sum(len(ids) + len(self._between) for ids in way) for way in ways]
@@ -279,41 +281,28 @@ class Encoder:
     ) -> int:
         """Prefill chunks, and keep their KV; returns the number of tokens computed.
 
-        Those with the same passages before them are one group. Behind a fixed context, a window's
-        chunks stand behind each other, too.
+        Those with the same passages before them are one group, in a window if there is one.
         """
         # First of all: KV that stands behind something unknown may be pruned.
         self.library.add_encoded_after(behind)
         head = None if self.model.keeps_states else self._ensure_prefix(behind)
         groups: dict[tuple[Passages, ...], list[Ids]] = {}
         for ids, (_, text) in wanted.items():
-            room = self._room - len(behind.prefix_ids) - len(ids)
+            room = self._left(behind) - len(ids)
             ways = tuple(self._passages(way, text, room) for way in self._ways(behind))
             groups.setdefault(ways, []).append(ids)
         for ways, chunks in groups.items():
-            for kv in self._encoded(
-                behind, head, ways, chunks, window if len(groups) == 1 else None
-            ):
+            if self.model.keeps_states:
+                spaced = chain.from_iterable((*ids, *self._between) for ids in ways[0])
+                found = encode_composed(self.model, (*behind.prefix_ids, *spaced), chunks)
+            elif window is None or len(groups) > 1:
+                found = encode_chunks(self.model, self._bases(behind, head, ways), chunks)
+            else:
+                found = window.encode(self.model, self._bases(behind, head, ways))
+            for kv in found:
                 if kv.token_ids in wanted:
                     self.library.put(behind, kv, wanted[kv.token_ids][0].text_digest)
         return sum(len(ways) * sum(map(len, chunks)) for ways, chunks in groups.items())
-
-    def _encoded(
-        self,
-        behind: EncodedAfter,
-        head: ModuleKV | None,
-        ways: tuple[Passages, ...],
-        chunks: Sequence[Ids],
-        window: Window | None,
-    ) -> Iterator[ModuleKV]:
-        """The KV of chunks behind a head and passages, and within a window if there is one."""
-        if self.model.keeps_states:
-            spaced = chain.from_iterable((*ids, *self._between) for ids in ways[0])
-            return encode_composed(self.model, (*behind.prefix_ids, *spaced), chunks)
-        before = self._standing_before(behind, head, ways)
-        if window is None or self.start(behind) is None:
-            return encode_chunks(self.model, before, chunks)
-        return window.encode(self.model, before)
 
     def prefix_ids(self, prefix: Rendered | None, following: str) -> Ids:
         """The prefix's tokens as they are when a text follows.
@@ -388,13 +377,12 @@ class Encoder:
         texts = [tuple(self.tokenization.literal(p).ids) for p in context.before(text) if p != text]
         return last_fitting(texts, room, len(self._between))
 
-    @property
-    def _room(self) -> int:
-        """Most tokens that a chunk and all before it may have together."""
-        limit = self.model.rule.limit
-        return min(self.model.context_length, self.model.context_length if limit is None else limit)
+    def _left(self, behind: EncodedAfter) -> int:
+        """Most tokens that a chunk and its passages may have together behind a head."""
+        most, limit = self.model.context_length, self.model.rule.limit
+        return (most if limit is None else min(most, limit)) - len(behind.prefix_ids)
 
-    def _standing_before(
+    def _bases(
         self, behind: EncodedAfter, head: ModuleKV | None, ways: tuple[Passages, ...]
     ) -> list[ModuleKV | None]:
         """The KV of prefix and passages together, for each way.
@@ -402,7 +390,6 @@ class Encoder:
         The last result is kept, because all batches of an index have the same before them.
         """
         if not any(ways):
-            # And the last result stays: batches may take turns behind both.
             return [head] * len(ways)
         if (last := self._last.get((behind, ways))) is not None:
             return last
