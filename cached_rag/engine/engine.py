@@ -242,7 +242,7 @@ class Engine:
             except BaseException:  # who interrupts that waits for nothing else
                 mine.learning.close(0)
                 raise
-            mine.learning.close(max(0.0, deadline - time.monotonic()))
+            mine.learning.close(deadline)
             self.library.refresh()  # nothing is written of what others have forgotten
             if archive is not None:
                 self.sequences.close(deadline)
@@ -417,8 +417,6 @@ class Engine:
         self.check_open()
         texts = several(texts)
         records = self._encoder.records_of(texts)
-        if self._resources.learning.recurring is not None:
-            self._resources.learning.recurring.clear()
         self.library.refresh()
         return self.library.remove({digest(text.strip()) for text in texts}, records)
 

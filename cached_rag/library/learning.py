@@ -15,7 +15,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from weakref import WeakSet
@@ -59,16 +58,16 @@ class Learning:
         learns = settings.learn_prefixes and settings.write_back
         self.heads = Heads() if learns else None
         self.recurring = Recurring() if settings.learn == "recurring" else None
-        self._last_removal = library.generation
+        self._generation = library.generation
         self._sink_ids = encoder.tokenization.sink_ids
         self._primer = primer(settings.primers).name
         self._first_exact = settings.first_exact
         self._encoder = encoder
 
-    def close(self, finish_seconds: float | None = None) -> None:
+    def close(self, deadline: float) -> None:
         """Finish the work in the background; see `WriteBack.close`."""
         if self.write_back is not None:
-            self.write_back.close(finish_seconds)
+            self.write_back.close(deadline)
 
     def forgotten(self, plan: Plan) -> list[ChunkRecord]:
         """A prompt's chunks, with and without KV, that were removed since it was planned."""
@@ -89,10 +88,10 @@ class Learning:
         """
         if self.recurring is None:
             return False
-        if self._last_removal != self.library.generation:
-            self._last_removal = self.library.generation
-            self.recurring.clear()  # another engine forgot texts, which may be among these
-        generation, tokenization = self._generation, self._encoder.tokenization
+        generation, tokenization = self.library.generation, self._encoder.tokenization
+        if generation != self._generation:
+            self._generation = generation
+            self.recurring.clear()  # texts were forgotten, which may be among these
         known = [match.span for match in matches]
         known += tokenization.spelled_out(text)
         runs = self.recurring.find(text, tokens, set(tokenization.controls.values()), known)
@@ -101,7 +100,7 @@ class Learning:
                 self._encoder.learn_text(run)
         except StoreError as error:
             _log.warning("texts that recur in prompts could not be made known: %s", error)
-        if generation != self._generation:  # texts were forgotten meanwhile
+        if generation != self.library.generation:  # texts were forgotten meanwhile
             self.library.remove([digest(run) for run in runs])
         return bool(runs)
 
@@ -143,16 +142,14 @@ class Learning:
             recover = partial(self._encoder.recover, missed.chunk, missed.text, behind)
             self._offer_encoding(task, recover)
 
-    @property
-    def _generation(self) -> tuple[int, int]:
-        """Changes when texts are forgotten, by this engine or another one."""
-        own = 0 if self.recurring is None else self.recurring.generation
-        return own, self.library.generation
-
     def _offer_encoding(self, name: object, task: Callable[[], object]) -> None:
+        def encode() -> None:
+            with self._encoder.model.lock, torch.inference_mode():
+                task()
+
         assert self.write_back is not None
         is_kept = self.library.shelf.disk is not None
-        self.write_back.offer(name, partial(self._encode, task), lasts=is_kept)
+        self.write_back.offer(name, partial(on_model_thread, encode), lasts=is_kept)
 
     def _best(self, head: tuple[int, ...], chunk: str, rest: str) -> EncodedAfter:
         """What the missed chunks of a prompt are best encoded behind.
@@ -165,17 +162,13 @@ class Learning:
             chunk: the digest of that chunk.
             rest: the digest of the prompt's tokens behind its last chunk.
         """
-        best = self._known(head)
+        known = (b for b in self.library.encoded_after() if is_before(b.prefix_ids, head))
+        best = next(known, EncodedAfter(self._sink_ids, self._primer))
         is_long = len(head) > len(self._sink_ids)
         is_new = not is_before(head, best.prefix_ids)
         if self.heads is not None and is_long and is_new and self.heads.learn(head, chunk, rest):
             return EncodedAfter(head, self._primer)
         return best
-
-    def _known(self, head: tuple[int, ...]) -> EncodedAfter:
-        """The longest known prefix that a head begins with, or what stands before lone chunks."""
-        known = (b for b in self.library.encoded_after() if is_before(b.prefix_ids, head))
-        return next(known, EncodedAfter(self._sink_ids, self._primer))
 
     def _beside(self, best: EncodedAfter) -> tuple[EncodedAfter, ...]:
         """That, and its head alone, where chunks are encoded so, too: it is exact for the first."""
@@ -183,13 +176,6 @@ class Learning:
         is_head = len(best.prefix_ids) > len(self._sink_ids)
         is_wanted = self._first_exact or alone in self.library.encoded_after()
         return (best, alone) if is_head and is_wanted and best.context else (best,)
-
-    def _encode(self, task: Callable[[], object]) -> None:
-        def encode() -> None:
-            with self._encoder.model.lock, torch.inference_mode():
-                task()
-
-        on_model_thread(encode)
 
 
 class Activity:
@@ -223,12 +209,6 @@ class Activity:
             self._changed.notify_all()
 
 
-@dataclass(frozen=True)
-class _Task:
-    work: Callable[[], object]
-    lasts: bool
-
-
 class WriteBack:
     """A bounded queue of tasks, and one thread that does them. Safe for several threads.
 
@@ -241,8 +221,8 @@ class WriteBack:
     ) -> None:
         self.finish_seconds = finish_seconds
         self._activity, self._capacity = activity, capacity
-        # By name; the one that is being done stays until it is over.
-        self._tasks: OrderedDict[object, _Task] = OrderedDict()
+        # By name, and whether its result lasts; the one that is being done stays until it is over.
+        self._tasks: OrderedDict[object, tuple[Callable[[], object], bool]] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
         # Reentrant: the garbage collector may end a request, and so come back, at any point.
@@ -272,7 +252,7 @@ class WriteBack:
         with self._changed:
             if self._is_stopped or name in self._tasks or len(self._tasks) >= self._capacity:
                 return
-            self._tasks[name] = _Task(work, lasts)
+            self._tasks[name] = (work, lasts)
             self._tasks.move_to_end(name, last=not is_begun)
             self._changed.notify_all()
             if self._thread is None:
@@ -284,29 +264,21 @@ class WriteBack:
         with self._changed:
             self._changed.wait_for(lambda: not self._tasks)
 
-    def close(self, finish_seconds: float | None = None) -> None:
+    def close(self, deadline: float | None = None) -> None:
         """Finish the running task, then begin waiting ones until the time is over.
 
-        The rest is dropped, and its number is logged.
+        The rest is dropped, and its number is logged. The tasks are done on the caller's thread: no
+        thread can be started while the interpreter ends.
 
         Args:
-            finish_seconds: None for the attribute's value.
+            deadline: no task is begun later, by `time.monotonic`; None for so many seconds from now
+                on as the attribute says.
 
         Raises:
             KeyboardInterrupt: the user pressed Ctrl-C; all waiting tasks are dropped.
         """
-        seconds = self.finish_seconds if finish_seconds is None else finish_seconds
-        self.finish(time.monotonic() + seconds)
-
-    def finish(self, deadline: float) -> None:
-        """As `close`, up to a point in time.
-
-        The tasks are done on the caller's thread: no thread can be started while the interpreter
-        ends.
-
-        Args:
-            deadline: no task is begun later, by `time.monotonic`.
-        """
+        if deadline is None:
+            deadline = time.monotonic() + self.finish_seconds
         try:
             self._stop()
             while time.monotonic() < deadline and (name := self._next()) is not None:
@@ -336,8 +308,8 @@ class WriteBack:
 
     def _next(self) -> object | None:
         """The name of the next task whose result lasts; the others before it are dropped."""
-        for name, task in list(self._tasks.items()):
-            if task.lasts:
+        for name, (_, lasts) in list(self._tasks.items()):
+            if lasts:
                 return name
             self._over(name)
         return None
@@ -358,12 +330,13 @@ class WriteBack:
             return None if self._is_ending() else next(iter(self._tasks))
 
     def _is_ending(self) -> bool:
-        """Whether waiting tasks are left to `finish`, as when the main thread has ended."""
+        """Whether waiting tasks are left to `close`, as when the main thread has ended."""
         return self._is_stopped or not threading.main_thread().is_alive()
 
     def _do(self, name: object) -> None:
         try:
-            self._tasks[name].work()
+            work, _ = self._tasks[name]
+            work()
         except Exception as error:  # such as a full disk; the thread must go on with other tasks
             _log.warning("a chunk could not be encoded in the background: %s", error)
         finally:
@@ -383,10 +356,10 @@ def _finish_all() -> None:
     found, now = list(_OPEN), time.monotonic()
     try:
         for one in found:
-            one.finish(now + one.finish_seconds)
+            one.close(now + one.finish_seconds)
     except KeyboardInterrupt:
         for one in found:
-            one.finish(now)
+            one.close(now)
 
 
 before_end(_finish_all)

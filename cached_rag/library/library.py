@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from weakref import WeakMethod
@@ -140,18 +140,14 @@ class Library:
         # What is known in memory, by the names of tenants.
         self._tenants: dict[str, Known] = {} if beside is None else beside._tenants
         with _SHARING:
-            if catalog is not None:
-                self.known = Known(catalog)
-            elif self.namespace in self._tenants:
-                self.known = self._tenants[self.namespace]
-            else:
-                self.known = Known(Catalog(IN_MEMORY, maker, self.namespace))
-                self._tenants[self.namespace] = self.known
+            if catalog is None and self.namespace not in self._tenants:
+                self._tenants[self.namespace] = Known(Catalog(IN_MEMORY, maker, self.namespace))
+            self.known = self._tenants[self.namespace] if catalog is None else Known(catalog)
             self.known.users += 1
         self._catalog, self.table = self.known.catalog, self.known.table
         self._forgotten = None if forgotten is None else WeakMethod(forgotten)
         self._last_row = self._version = 0
-        self.seen = self._evictions = self._num_removals = 0
+        self.seen = self._evictions = self._num_removals = self._forgets = 0
         self._removals = self._finished()
         self.refresh(force=True)
 
@@ -241,9 +237,10 @@ class Library:
                 tier.delete(key)
 
     @property
-    def generation(self) -> int:
-        """Changes whenever texts are forgotten, by whichever process."""
-        return self.shelf.spare(lambda: self._catalog.generation() - self._evictions, -1)
+    def generation(self) -> object:
+        """Changes whenever texts are forgotten, by whichever process, and before these go."""
+        known = self.shelf.spare(lambda: self._catalog.generation() - self._evictions, -1)
+        return self._forgets, known
 
     def encoded_after(self) -> list[EncodedAfter]:
         """All that chunks were encoded behind, see `Known.encoded_after`."""
@@ -278,16 +275,14 @@ class Library:
         if remote is None:
             return here
         keys = {ids: shelf.key(behind, ids) for ids in texts}
-        unknown = [keys[ids] for ids in here]
-        with shelf.spared():
-            held = remote.holds(self.namespace, keys.values())
-            unknown = []
-            for ids in here:
-                if keys[ids] not in held and (kv := shelf.fetch(behind, ids)) is not None:
-                    remote.offer(self.namespace, keys[ids], kv, partial(self.knows, texts[ids]))
-            return here | {ids for ids, key in keys.items() if key in held}
-        remote.miss(self.namespace, unknown)
-        return here
+        held = shelf.spare(lambda: remote.holds(self.namespace, keys.values()), None)
+        if held is None:
+            remote.miss(self.namespace, [keys[ids] for ids in here])
+            return here
+        for ids in here:
+            if keys[ids] not in held and (kv := shelf.fetch(behind, ids)) is not None:
+                remote.offer(self.namespace, keys[ids], kv, partial(self.knows, texts[ids]))
+        return here | {ids for ids, key in keys.items() if key in held}
 
     def unsent(self, sources: Iterable[Source]) -> int:
         """Wait until KV is in the remote store, if there is one; says of how many it may not be."""
@@ -356,21 +351,20 @@ class Library:
         self.check_kept()
         if not text_digests:
             return 0
-        given = {record.text_digest: record for record in records}
-        return self._remove({*text_digests, *self._catalog.learned()}, given)
+        with self.known.lock:
+            self._forgets += (
+                1  # what is learned later than the next line is its learner's to take back
+            )
+        return self._remove({*text_digests, *self._catalog.learned()}, records)
 
-    def _remove(
-        self, text_digests: Collection[str], given: Mapping[str, ChunkRecord] | None = None
-    ) -> int:
+    def _remove(self, text_digests: Collection[str], records: Sequence[ChunkRecord] = ()) -> int:
         with self.known.lock:
             self._num_removals += 1
-            records = [
-                self.table.by_digest(name) or (given or {}).get(name) for name in text_digests
-            ]
-            chunks = [record for record in records if record is not None]
+            found = [*records, *filter(None, map(self.table.by_digest, text_digests))]
+            chunks = [*{one.text_digest: one for one in found}.values()]
             self.table.discard(chunks)
         try:
-            return self._removals.remove(text_digests, (given or {}).values())
+            return self._removals.remove(text_digests, records)
         finally:
             self.refresh(force=True)
             self._let_go(chunks)

@@ -278,14 +278,9 @@ class _Piece:
 
 
 class Recurring:
-    """What the last prompts of one tenant said, as digests. Safe for several threads.
-
-    Attributes:
-        generation: grows with each `clear`.
-    """
+    """What the last prompts of one tenant said, as digests. Safe for several threads."""
 
     def __init__(self, most: int = _MOST) -> None:
-        self.generation = 0
         # By the digest of a piece, or of two neighbours: that of all before it, when last seen.
         self._seen: LRUCache[int, int] = LRUCache(most)
         self._lock = threading.RLock()  # as in `WriteBack`
@@ -294,7 +289,6 @@ class Recurring:
         """Forget all prompts."""
         with self._lock:
             self._seen.clear()
-            self.generation += 1
 
     def find(
         self,
@@ -340,13 +334,12 @@ class Heads:
     Args:
         learned: how many heads may be learned. There is a bound because every prompt is compared
             with each of them.
-        remembered: how many heads of recent prompts are kept for comparison.
     """
 
-    def __init__(self, learned: int = _LEARNED, remembered: int = _REMEMBERED) -> None:
+    def __init__(self, learned: int = _LEARNED) -> None:
         self._room = learned
         self._learned: set[tuple[int, ...]] = set()
-        self._seen: LRUCache[tuple[int, ...], tuple[set[str], set[str]]] = LRUCache(remembered)
+        self._seen: LRUCache[tuple[int, ...], tuple[set[str], set[str]]] = LRUCache(_REMEMBERED)
         self._lock = threading.RLock()  # as in `WriteBack`
 
     def learn(self, head: tuple[int, ...], chunk: str, rest: str) -> bool:
