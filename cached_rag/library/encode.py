@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import resources
+from typing import Literal
 
 import torch
 
@@ -193,25 +194,17 @@ def _mean(kvs: Sequence[ModuleKV], rule: PositionRule) -> ModuleKV:
     first, *others = kvs
     if not others:
         return first
-    keys, values = (each(side, _copy) for side in (first.keys, first.values))
-    for kv in others:
-        delta = first.start - kv.start
-        _add(keys, rule.relocate(kv.keys, delta, each(keys, torch.empty_like)))
-        _add(values, rule.relocate(kv.values, delta, each(values, torch.empty_like), of="values"))
 
-    def mean(stack: torch.Tensor) -> torch.Tensor:
-        return (stack / len(kvs)).to(first.keys.dtype)
+    def mean(of: Literal["keys", "values"]) -> Layered:
+        total: Layered = getattr(first, of).to(torch.float32, copy=True)
+        for kv in others:
+            moved = each(total, torch.empty_like)
+            rule.relocate(getattr(kv, of), first.start - kv.start, moved, of=of)
+            for stack, added in zip(stacks_of(total), stacks_of(moved), strict=True):
+                stack += added
+        return each(total, lambda stack: (stack / len(kvs)).to(first.keys.dtype))
 
-    return ModuleKV(first.token_ids, first.start, each(keys, mean), each(values, mean))
-
-
-def _copy(stack: torch.Tensor) -> torch.Tensor:
-    return stack.to(torch.float32, copy=True)
-
-
-def _add(total: Layered, part: Layered) -> None:
-    for to, added in zip(stacks_of(total), stacks_of(part), strict=True):
-        to += added
+    return ModuleKV(first.token_ids, first.start, mean("keys"), mean("values"))
 
 
 def check_fits(model: Backend, start: int, length: int, text: str = "") -> None:
