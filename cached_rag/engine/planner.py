@@ -84,13 +84,14 @@ class TextPlanner:
         if takes_any and self.learning.notice(rendered.text, tokens, matches):
             matches = self._matches()
         table, handed = self.library.table, self.library.handed_over
-        found, notes = handed.find(table, rendered.text, tokens, matches, tells=takes_any)
-        aligned = [match for one in found if (match := align(one, tokens)) is not None]
-        has_strays = len(aligned) < len(found)
+        whole = [match for one in matches if (match := align(one, tokens)) is not None]
+        has_strays = len(whole) < len(matches)
+        aligned, notes = handed.find(table, rendered.text, tokens, matches, whole, tells=takes_any)
         if not takes_any:
             chunks = tuple((match.chunk.text_digest, match.end) for match in aligned)
-            none = Plan((), tuple(aligned), len(tokens), chunks, looks_for_kv=False)
-            none = replace(none, has_strays=has_strays)
+            none = Plan(
+                (), tuple(aligned), len(tokens), chunks, looks_for_kv=False, has_strays=has_strays
+            )
             return lambda report, *, lazy: (tokens, none)
         clock = Clock()
         notes = [*notes, *self._bring(tokens, aligned)]

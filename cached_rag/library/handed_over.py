@@ -15,14 +15,14 @@ import re
 import threading
 import time
 import unicodedata
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
+from cachetools import LRUCache
 
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.fingerprint import digest
-from cached_rag.library.matching import ANCHOR, ChunkTable, Match, align, shared
+from cached_rag.library.matching import ANCHOR, ChunkTable, Match, shared
 
 _log = logging.getLogger(__name__)
 # The shortest run of tokens that is reused, and the length of the blocks by which runs are found: a
@@ -44,7 +44,7 @@ class HandedOver:
     """The last texts that were retrieved. Safe for several threads."""
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[str, float] = OrderedDict()  # and when each is no longer awaited
+        self._texts: LRUCache[str, float] = LRUCache(_MOST)  # and when each is no longer awaited
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
@@ -52,11 +52,7 @@ class HandedOver:
         """Expect texts in a prompt to come."""
         until = time.monotonic() + _SECONDS
         with self._lock:
-            for text in texts:
-                self._texts[text.strip()] = until
-                self._texts.move_to_end(text.strip())
-            while len(self._texts) > _MOST:
-                self._texts.popitem(last=False)
+            self._texts.update((text.strip(), until) for text in texts)
 
     def forget(self, text_digests: Collection[str]) -> None:
         """Expect texts no more, and do not hold them."""
@@ -69,7 +65,8 @@ class HandedOver:
         table: ChunkTable,
         prompt: str,
         tokens: Tokens,
-        whole: Sequence[Match],
+        whole: Iterable[Match],
+        aligned: Sequence[Match],
         *,
         tells: bool = True,
     ) -> tuple[Sequence[Match], list[str]]:
@@ -78,11 +75,11 @@ class HandedOver:
         Args:
             table: the known chunks.
             prompt: the prompt's text, and `tokens` those of it.
-            whole: the chunks that are in it as they are.
+            whole: the chunks that are in it as they are, and those of them that are `aligned`.
             tells: say what became of the texts; else that is left to the next prompt.
 
         Returns:
-            The matches, and a sentence on each expected text that was changed.
+            The aligned matches, and a sentence on each expected text that was changed.
         """
         now = time.monotonic()
         with self._lock:
@@ -97,9 +94,8 @@ class HandedOver:
             if text not in found
         ]
         if not missing:
-            return whole, []
-        placed = [one for match in whole if (one := align(match, tokens))]
-        runs = _Runs(tokens, placed)
+            return aligned, []
+        runs = _Runs(tokens, aligned)
         parts: list[Match] = []
         notes: list[str] = []
         for text, is_awaited, chunk in missing:
@@ -112,14 +108,12 @@ class HandedOver:
             notes.append(self._absent(awaited, prompt))
         if notes:
             self._settle(awaited)
-        if parts:
-            whole = sorted([*placed, *parts], key=lambda match: match.begin)
-        return whole, notes
+        return sorted([*aligned, *parts], key=lambda match: match.begin), notes
 
     def _settle(self, texts: Iterable[str]) -> None:
         """Await texts no more: they were found, or spoken of, which is done once."""
         with self._lock:
-            self._texts |= {text: 0.0 for text in texts if text in self._texts}
+            self._texts.update((text, 0.0) for text in texts if text in self._texts)
 
     def _changed(self, text: str, prompt: str, tokens: Tokens, parts: Sequence[Match]) -> str:
         """On a text that is in the prompt in parts."""

@@ -352,9 +352,7 @@ class Library:
         if not text_digests:
             return 0
         with self.known.lock:
-            self._forgets += (
-                1  # what is learned later than the next line is its learner's to take back
-            )
+            self._forgets += 1  # who learns a text after the next line takes it back
         return self._remove({*text_digests, *self._catalog.learned()}, records)
 
     def _remove(self, text_digests: Collection[str], records: Sequence[ChunkRecord] = ()) -> int:

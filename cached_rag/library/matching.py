@@ -229,26 +229,17 @@ def align(match: Match, prompt: Tokens) -> Match | None:
         The match with `begin`, `end` and `offset`. None if more tokens than a few at the borders
         differ; the chunk is then prefilled as ordinary text.
     """
-    if match.is_part:
-        return match
     ids, starts = match.chunk.token_ids, match.chunk.token_starts
     last = match.span[1]
     stop = bisect_left(prompt.starts, last)
     for offset in range(min(MAX_TRIM + 1, len(ids))):
         begin = bisect_left(prompt.starts, match.at + starts[offset])
-        length = min(len(ids) - offset, stop - begin)
-        while length and (
-            prompt.ends[begin + length - 1] > last
-            or prompt.ids[begin + length - 1] != ids[offset + length - 1]
-        ):
-            length -= 1
-            if len(ids) - offset - length > MAX_TRIM:
-                break
-        missing = len(ids) - offset - length
-        if missing > MAX_TRIM or not length:
-            continue
-        if tuple(prompt.ids[begin : begin + length]) == ids[offset : offset + length]:
-            return replace(match, begin=begin, end=begin + length, offset=offset)
+        for missing in range(min(MAX_TRIM + 1, len(ids) - offset)):
+            own = ids[offset : len(ids) - missing]
+            end = begin + len(own)
+            fits = end <= stop and prompt.ends[end - 1] <= last
+            if fits and tuple(prompt.ids[begin:end]) == own:
+                return replace(match, begin=begin, end=end, offset=offset)
     return None
 
 
