@@ -6,7 +6,6 @@ Knows keys and tiers; knows no text. Of the model it knows only the fingerprint.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -98,7 +97,7 @@ class Shelf:
         self._noting = threading.Lock()
         self._told: set[str] = set()
         # When to ask the remote tier again what chunks stand behind.
-        self._due = -math.inf
+        self._due = 0.0
 
     @contextmanager
     def spared(self) -> Iterator[None]:
@@ -156,8 +155,8 @@ class Shelf:
     def tell(self, behind: EncodedAfter) -> None:
         """Have other machines look for KV that was encoded behind that."""
         if self.remote is not None:  # which may have lost what it was told before
+            head = (behind.prefix_ids, behind.context)
             with self.spared():
-                head = (behind.prefix_ids, behind.context)
                 self.remote.add_heads(self.namespace, self.fingerprint, [head])
 
     def told(self) -> list[EncodedAfter]:
@@ -173,7 +172,7 @@ class Shelf:
             heads = self.remote.heads(self.namespace, self.fingerprint)
         except StoreError as error:
             if not isinstance(error, CorruptBlobError):
-                self._due = -math.inf
+                self._due = 0.0
             raise
         return [EncodedAfter(*head) for head in heads]
 
@@ -190,17 +189,12 @@ class Shelf:
 
         If `read_ahead` is reading it already, this waits for that.
         """
-        return self._fetch(self.key(behind, token_ids), token_ids)
-
-    def _fetch(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
+        key = self.key(behind, token_ids)
         self._prefetcher.wait((key,))
         return self._get(key, token_ids)
 
     def _get(self, key: str, token_ids: Sequence[int]) -> ModuleKV | None:
         return self.spare(lambda: self.store.get(key, token_ids), None)
-
-    def _open(self, key: str, token_ids: Sequence[int]) -> LayerSource | None:
-        return self.spare(lambda: self.store.open(key, token_ids), None)
 
     def best_encoding(
         self, behinds: Sequence[EncodedAfter], token_ids: Sequence[int], *, lazy: bool
@@ -211,10 +205,13 @@ class Shelf:
             behinds: what the chunk may have been encoded behind, best first.
             lazy: KV on disk is only opened, and read layer by layer when it is used.
         """
+        read: Callable[..., LayerSource | None] = self.store.open if lazy else self.store.get
         for behind in behinds:
             key = self.key(behind, token_ids)
             tier, began = self._tier(key), time.perf_counter()
-            kv = self._open(key, token_ids) if lazy else self._fetch(key, token_ids)
+            if not lazy:
+                self._prefetcher.wait((key,))
+            kv = self.spare(partial(read, key, token_ids), None)
             if kv is not None:
                 taken = None if lazy else (time.perf_counter() - began) * 1000
                 return behind, kv, Origin(tier, taken)
@@ -267,7 +264,7 @@ class Shelf:
         left = tokens - sum(map(_length, taken))
         notes = [self._refuses(left)] if left >= _WORTH_A_NOTE else []
         try:
-            found = self._bring_missing(self.remote, taken) if taken else []
+            found = self._bring_missing(self.remote, taken)
         except StoreError as error:
             found = [str(error)]
         return [note for note in (*notes, *found) if note]
@@ -281,14 +278,13 @@ class Shelf:
             if key not in found
             for source in one[1:]
         }
-        held = remote.holds(self.namespace, others) if others else set()
-        if held:
-            chosen: dict[tuple[int, ...], str] = {}
-            for key, (_, ids) in others.items():  # in order, the best first
-                if key in held:
-                    chosen.setdefault(ids, key)
-            notes += self._bring_keys(remote, {key: others[key] for key in chosen.values()})[0]
-        return notes
+        held = remote.holds(self.namespace, others)
+        chosen: dict[tuple[int, ...], str] = {}
+        for key, (_, ids) in others.items():  # in order, the best first
+            if key in held:
+                chosen.setdefault(ids, key)
+        more, _ = self._bring_keys(remote, {key: others[key] for key in chosen.values()})
+        return [*notes, *more]
 
     def _bring_keys(
         self, remote: RemoteTier, sources: dict[str, Source]

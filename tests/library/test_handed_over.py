@@ -187,6 +187,7 @@ def test_a_deleted_text_is_not_reused_in_parts_nor_from_prompts_with_parts():
 
 def test_only_so_many_texts_are_remembered(engine, monkeypatch):
     monkeypatch.setattr(handed_over, "_MOST", 2)
+    engine.library.handed_over = handed_over.HandedOver()
     engine.prefetch([TEXT])
     engine.prefetch([OTHER, "x" * 100])
     assert ask(engine, TEXT[:500]).report.cached_tokens == 0
