@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +86,7 @@ class Ledger:
         """
         last = {str(name): (str(name), document, text.strip()) for name, document, text in chunks}
         rows = [row for row in last.values() if not HALF_PAIR.search(row[2])]
-        kept = {text for *_, text in rows}
-        _forget([text for text in self._only(last) if text not in kept], forget)
-        with self._database.transaction() as connection:
-            connection.execute(f"DELETE FROM nodes WHERE {_THESE}", (_listed(last),))
-            connection.executemany("INSERT INTO nodes VALUES (?, ?, ?)", rows)
+        self._replace(last, rows, forget)
 
     def remove(self, ids: Iterable[str], forget: Forget) -> None:
         """Delete chunks; unknown ids are ignored.
@@ -98,11 +94,18 @@ class Ledger:
         Args:
             forget: called with the texts that no chunk has any more, if there are any.
         """
-        ids = list(ids)
-        _forget(self._only(ids), forget)
+        self._replace(list(ids), [], forget)
+        self._database.scrub()
+
+    def _replace(
+        self, ids: Collection[str], rows: Sequence[tuple[str, str, str]], forget: Forget
+    ) -> None:
+        kept = {text for *_, text in rows}
+        if gone := [text for text in self._only(ids) if text not in kept]:
+            forget(gone)
         with self._database.transaction() as connection:
             connection.execute(f"DELETE FROM nodes WHERE {_THESE}", (_listed(ids),))
-        self._database.scrub()
+            connection.executemany("INSERT INTO nodes VALUES (?, ?, ?)", rows)
 
     def ids(self, document: str | None = None) -> list[str]:
         """Ids of the chunks of a document; None for those of all documents."""
@@ -132,8 +135,3 @@ class Ledger:
 def _listed(ids: Iterable[object]) -> str:
     """Ids as SQLite reads them; those that are numbers or UUIDs, as some stores have them, too."""
     return json.dumps([str(name) for name in ids])
-
-
-def _forget(texts: list[str], forget: Forget) -> None:
-    if texts:
-        forget(texts)
