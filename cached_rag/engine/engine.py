@@ -31,7 +31,7 @@ from cached_rag.engine.planner import Planner, TextPlanner
 from cached_rag.engine.prompt import AskedPrompt, Prefilling
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
-from cached_rag.engine.resources import Resources, completed, load_backend, refuses
+from cached_rag.engine.resources import Resources, completed, load_backend, remote_tier
 from cached_rag.engine.scheduler import Scheduler
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
@@ -39,8 +39,7 @@ from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import ChunkRecord, Maker, inner_ids
 from cached_rag.kv.entries import until_when
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.remote import RemoteTier, open_remote
-from cached_rag.kv.wire import Sizes
+from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.encode import Context, EncodeSummary, primer
 from cached_rag.library.encoder import Encoder, several
 from cached_rag.library.learning import WriteBack
@@ -112,8 +111,7 @@ class Engine:
         self._is_closed = False
         self.settings = settings = completed(store or StoreConfig(), model)
         maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
-        sizes = Sizes(model.shapes, model.context_length, model.vocab_size)
-        self._remote: RemoteTier | None = beside._remote if beside else open_remote(settings, sizes)
+        self._remote: RemoteTier | None = beside._remote if beside else remote_tier(model, settings)
         self.library: Library = Library(
             settings,
             maker,
@@ -121,7 +119,6 @@ class Engine:
             beside.library if beside else None,
             forgotten=self._let_go,
             remote=self._remote,
-            refuses=refuses(model, self._remote),
         )
         self.tokenization = Tokenization(model.tokenizer, chat_template_kwargs)
         self.lock = model.lock

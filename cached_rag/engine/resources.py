@@ -25,13 +25,13 @@ from cached_rag.errors import ConfigError, StoreError
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.holdings import FOLDER
 from cached_rag.kv.kept import KeptPrompts
-from cached_rag.kv.remote import Link, RemoteTier
+from cached_rag.kv.remote import Link, RemoteTier, open_remote
+from cached_rag.kv.wire import Sizes
 from cached_rag.library.archive import PromptArchive
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.learning import Activity, Learning, WriteBack
 from cached_rag.library.library import Library
 from cached_rag.library.sequences import Sequences
-from cached_rag.library.shelf import Refuses
 
 _log = logging.getLogger(__name__)
 
@@ -146,15 +146,18 @@ def completed(settings: StoreConfig, model: Backend) -> StoreConfig:
     )
 
 
-def refuses(model: Backend, remote: RemoteTier | None) -> Refuses:
-    """The loading controller (CacheBlend, section 5.1): what is computed sooner is not brought.
+def remote_tier(model: Backend, settings: StoreConfig) -> RemoteTier | None:
+    """The remote tier that the settings name, with a loading controller; None if they name none.
 
-    This machine is measured for it once. In the paper it also has more repaired where loading takes
-    longer than repair; `auto` repairs so much that more gains little (docs/store.md).
+    What is computed sooner is not brought (CacheBlend, section 5.1). This machine is measured for
+    it once. In the paper it also has more repaired where loading takes longer than repair; `auto`
+    repairs so much that more gains little (docs/store.md).
     """
-    if remote is None:
-        return lambda _: ""
-    return partial(refusal, on_model_thread(lambda: profile_of(model)), remote.link)
+    sizes = Sizes(model.shapes, model.context_length, model.vocab_size)
+    if (remote := open_remote(settings, sizes)) is not None:
+        profile = on_model_thread(lambda: profile_of(model))
+        remote.refuses = partial(refusal, profile, remote.link)
+    return remote
 
 
 def refusal(profile: Profile, link: Link, tokens: int) -> str:

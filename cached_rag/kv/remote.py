@@ -51,6 +51,7 @@ class RemoteTier:
         link: how fast it is.
         label: its address without passwords.
         codec: how KV is written there.
+        refuses: given a number of tokens, says why their KV is not to be brought; empty if it is.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class RemoteTier:
         """
         self.link, self.label = Link(), transport.label
         self.codec = codec_by_name(config.codec)
+        self.refuses: Callable[[int], str] = lambda _: ""
         self._transport = transport
         self._wire = Wire(self.codec, (config.signing_key or "").encode(), sizes)
         # What is sent may take longer, and its failures do not keep prompts from asking.

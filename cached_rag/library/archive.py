@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from weakref import WeakSet
 
@@ -120,7 +121,7 @@ class PromptArchive:
                     break
                 buffer.states, stops = self._model.unpacked(data, end), (end,)
             runs.append(Run(buffer, 0, end - begin, begin))
-        whole = _described(prompt, runs, stops)
+        whole = replace(_described(prompt), runs=tuple(runs), stops=stops)
         return whole.until(sum(map(len, runs))) if runs and (stops or not prompt.stated) else None
 
     def _of_one(self, side: Layered) -> Layered:
@@ -230,16 +231,14 @@ def _logged(outcome: str) -> Iterator[None]:
         _log.warning("%s: %s", outcome, error)
 
 
-def _described(
-    kept: KeptPrompt, runs: Sequence[Run] = (), stops: tuple[int, ...] | None = None
-) -> PromptKV:
+def _described(kept: KeptPrompt) -> PromptKV:
     return PromptKV(
         kept.namespace,
         np.asarray(kept.ids, dtype=np.int64),
-        tuple(runs),
+        (),
         kept.exact_length,
         kept.repair,
         kept.chunks,
         kept.least,
-        kept.stated if stops is None else stops,
+        kept.stated,
     )

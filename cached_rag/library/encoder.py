@@ -88,9 +88,7 @@ class Encoder:
     tokenization: Tokenization
     contexts: dict[str, Context] = field(default_factory=lambda: {c.name: c for c in _PRIMERS})
     composes: bool = False
-    _last: dict[tuple[EncodedAfter, tuple[Passages, ...]], list[ModuleKV | None]] = field(
-        default_factory=dict
-    )
+    _last: dict[object, list[ModuleKV | None]] = field(default_factory=dict)
     # Tokens of a fixed context's passages in so much room: every chunk of a prompt asks.
     _lengths: dict[tuple[str, int], list[int]] = field(default_factory=dict)
 

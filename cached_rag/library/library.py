@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from weakref import WeakMethod
 
@@ -26,7 +27,7 @@ from cached_rag.kv.holdings import Removals
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.matching import ChunkTable, EncodedAfter
-from cached_rag.library.shelf import Refuses, Shelf, Source, Wanted, memory_tiers
+from cached_rag.library.shelf import Shelf, Source, Wanted, memory_tiers
 
 _log = logging.getLogger(__name__)
 # Most tokens of texts that were learned from prompts. A token of a known text takes some 70 bytes.
@@ -57,13 +58,10 @@ class Known:
     def surplus(self) -> list[str]:
         """The learned texts that go, so that those that stay have at most `LEARNED_TOKENS`."""
         learned = self.catalog.learned()
-        chunks = [self.table.by_digest(name) for name in learned]
+        chunks = map(self.table.by_digest, learned)
         sizes = [0 if chunk is None else chunk.num_tokens for chunk in chunks]
-        excess, count = sum(sizes) - LEARNED_TOKENS, 0
-        while excess > 0:
-            excess -= sizes[count]
-            count += 1
-        return learned[:count]
+        excess, older = sum(sizes) - LEARNED_TOKENS, accumulate(sizes, initial=0)
+        return [name for name, tokens in zip(learned, older, strict=False) if tokens < excess]
 
     def add_behind(self, behind: EncodedAfter) -> None:
         """Add what texts will be encoded behind.
@@ -102,7 +100,6 @@ class Library:
         *,
         forgotten: Callable[[Sequence[ChunkRecord]], object] | None = None,
         remote: RemoteTier | None = None,
-        refuses: Refuses = lambda _: "",
     ) -> None:
         """Open the files that the configuration names, and finish interrupted removals.
 
@@ -113,8 +110,6 @@ class Library:
             forgotten: a method that is called with chunks that were removed, by this process or
                 another. Its object is not kept alive by the library.
             remote: the tier on another machine, which is not closed with the library.
-            refuses: given a number of tokens, says why their KV is not to be brought from there;
-                empty if it is.
 
         Files that cannot be opened are logged, and nothing is kept on disk; see `check_kept`.
         """
@@ -132,9 +127,7 @@ class Library:
         self.maker, self.namespace = maker, config.namespace
         self.is_pipelined, self._ttl_seconds = bool(config.pipelined), config.ttl_seconds
         tiers = tuple(memory_tiers(config, device)) if beside is None else beside.shelf.memory
-        self.shelf: Shelf = Shelf(
-            maker.model, self.namespace, tiers, disk, remote, self._deletions, refuses
-        )
+        self.shelf: Shelf = Shelf(maker.model, self.namespace, tiers, disk, remote, self._deletions)
         self.handed_over = HandedOver()
         self._shares_memory = beside is not None
         # What is known in memory, by the names of tenants.
@@ -400,8 +393,6 @@ class Library:
         def wanted() -> bool:
             return text_digest is None or self.knows(text_digest)
 
-        if not wanted():
-            return
         if text_digest is None and behind.context:
             self._catalog.add_other(kv.token_ids, behind.context)
         self.shelf.keep(behind, kv, wanted, until_when(self._ttl_seconds))

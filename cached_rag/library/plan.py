@@ -379,8 +379,8 @@ def _head(
     """
     for prefix_ids in prefixes:
         length = min(shared(prefix_ids, ids), len(ids) - 1)
-        alone = [EncodedAfter(())] if length else []
-        if found := library.shelf.best_encoding(alone, prefix_ids, lazy=False):
+        found = library.shelf.best_encoding([EncodedAfter(())], prefix_ids, lazy=False)
+        if length and found:
             _, kv, origin = found
             part = kv.slice(0, length)
             return [Placement(0, part, is_exact=True, is_chunk=False, origin=origin)]

@@ -38,8 +38,6 @@ _WORTH_A_NOTE = 64
 Source = tuple[EncodedAfter, tuple[int, ...]]
 # Something whose KV is wanted: its encodings, best first, one of which is enough.
 Wanted = Sequence[Source]
-# Given a number of tokens, says why their KV is not to be brought; empty if it is.
-Refuses = Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -79,18 +77,16 @@ class Shelf:
         disk: DiskStore | None,
         remote: RemoteTier | None,
         deletions: Callable[[], object],
-        refuses: Refuses,
     ) -> None:
         """Put tiers together that are open.
 
         Args:
             deletions: gives something else whenever KV is deleted because its text is forgotten.
-            refuses: decides what is brought from the remote tier.
         """
         self.fingerprint, self.namespace = fingerprint, namespace
         self.memory, self.disk, self.remote = tuple(memory), disk, remote
         self.store = TieredStore([*self.memory, *([] if disk is None else [disk])])
-        self._deletions, self._refuses = deletions, refuses
+        self._deletions = deletions
         self._prefetcher = Prefetcher()
         self._to_disk = Outbox(self._write, _TO_DISK_BYTES)
         self._ahead: LRUCache[str, str] = LRUCache(_AHEAD)
@@ -257,12 +253,12 @@ class Shelf:
         if self.remote is None or not missing:
             return []
         taken, tokens = missing, sum(map(_length, missing))
-        if self._refuses(tokens):
+        if self.remote.refuses(tokens):
             # One of them tells now and then whether the way has become faster.
             short = min(missing, key=lambda one: abs(_length(one) - _WORTH_A_NOTE))
             taken = [short] if self.remote.link.is_stale else []
         left = tokens - sum(map(_length, taken))
-        notes = [self._refuses(left)] if left >= _WORTH_A_NOTE else []
+        notes = [self.remote.refuses(left)] if left >= _WORTH_A_NOTE else []
         try:
             found = self._bring_missing(self.remote, taken)
         except StoreError as error:
