@@ -606,11 +606,9 @@ class Engine:
                 return prompt.planner(self)
             prompt.count_tokens(self)  # which refuses what is too long for its place
         return TextPlanner(
-            self.library,
-            self.tokenization,
+            self._encoder,
             self._resources.learning,
             self._rendered(prompt),
-            self._encoder.start,
             self.sequences if self.settings.harvests else None,
         )
 

@@ -7,20 +7,20 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens
-from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import ConfigError, ContextOverflowError, RelocationError
+from cached_rag.library.encoder import Encoder
 from cached_rag.library.learning import Learning
 from cached_rag.library.library import Library
-from cached_rag.library.matching import EncodedAfter, Match, align
+from cached_rag.library.matching import Match, align
 from cached_rag.library.plan import Encodings, Plan, make_plan
 from cached_rag.library.sequences import Sequences
 from cached_rag.methods import Epic, Full, Lexical, Prefix, Selector, Takes, UnionSelector, spelled
@@ -60,16 +60,18 @@ class TextPlanner:
     """Plans one rendered prompt.
 
     Attributes:
-        starts: see `make_plan`.
         kept: finished prompts, of which chunks without KV are taken; None to take none.
     """
 
-    library: Library
-    tokenization: Tokenization
+    encoder: Encoder
     learning: Learning
     rendered: Rendered
-    starts: Callable[[EncodedAfter], int | None]
     kept: Sequences | None = None
+
+    @property
+    def library(self) -> Library:
+        """The known chunks."""
+        return self.encoder.library
 
     @property
     def text(self) -> str:
@@ -80,7 +82,9 @@ class TextPlanner:
         """See `Planner`."""
         rendered, takes_any = self.rendered, takes is not Takes.NOTHING
         matches = self._matches()
-        tokens = self.tokenization.tokenize(replace(rendered, literal=self._literal(matches)))
+        tokens = self.encoder.tokenization.tokenize(
+            replace(rendered, literal=self._literal(matches))
+        )
         if takes_any and self.learning.notice(rendered.text, tokens, matches):
             matches = self._matches()
         table, handed = self.library.table, self.library.handed_over
@@ -107,7 +111,8 @@ class TextPlanner:
         """The spans of the prompt in which nothing is a control token."""
         rendered = self.rendered
         literal = (*rendered.literal, *(match.span for match in matches))
-        if rendered.is_chat or not self.tokenization.obeyed(replace(rendered, literal=literal)):
+        obeyed = self.encoder.tokenization.obeyed
+        if rendered.is_chat or not obeyed(replace(rendered, literal=literal)):
             return literal
         # A known text may begin within another one, whose KV is taken.
         others = self.library.table.find(rendered.text, overlapping=True)
@@ -123,15 +128,15 @@ class TextPlanner:
         matches = list(self.library.table.find(rendered.text))
         if not matches or not rendered.is_chat:
             return matches
-        own = Spans(self.tokenization.obeyed(rendered))
+        own = Spans(self.encoder.tokenization.obeyed(rendered))
         return [one for one in matches if not own.touch(*one.span)]
 
     def _bring(self, tokens: Tokens, matches: Sequence[Match]) -> list[str]:
         """Bring KV from another machine into memory; returns notes for the user."""
         if self.library.shelf.remote is None:
             return []
-        notes, sink_ids = self.library.listen(), self.tokenization.sink_ids
-        encodings = Encodings.of(tuple(tokens.ids), self.library.encoded_after(), sink_ids)
+        notes = self.library.listen()
+        encodings = Encodings.of(self.encoder, tuple(tokens.ids))
         return [*notes, *self.library.shelf.bring(encodings.wanted(matches))]
 
     def _plan(
@@ -146,11 +151,7 @@ class TextPlanner:
         lazy: bool,
     ) -> Plan:
         clock = Clock()
-        sink_ids = self.tokenization.sink_ids
-        kept, starts = self.kept, self.starts
-        plan = make_plan(
-            self.library, tokens, matches, sink_ids, starts=starts, lazy=lazy, kept=kept
-        )
+        plan = make_plan(self.encoder, tokens, matches, self.kept, lazy=lazy)
         report.load_ms = brought_ms + clock.lap()
         report.notes += [note for note in notes if note not in report.notes]
         unused = () if takes is Takes.ALL else plan.harvested

@@ -87,23 +87,20 @@ class HandedOver:
         found = {match.text for match in whole}
         if tells:
             self._settle(found)
-        known = [(text, until, chunk) for text, until in texts if (chunk := table.get(text))]
-        missing = [
-            (text, tells and until > now, chunk)
-            for text, until, chunk in known
-            if text not in found
-        ]
+        known = {text: chunk for text, _ in texts if (chunk := table.get(text))}
+        missing = [text for text in known if text not in found]
+        awaited = [text for text, until in texts if tells and until > now and text in missing]
         if not missing:
             return aligned, []
         runs = _Runs(tokens, aligned)
         parts: list[Match] = []
         notes: list[str] = []
-        for text, is_awaited, chunk in missing:
+        for text in missing:
+            chunk = known[text]
             here = [Match(chunk, text, 0, *run, is_part=True) for run in runs.of(chunk.token_ids)]
             parts += here
-            if is_awaited and here:
+            if here and text in awaited:
                 notes.append(self._changed(text, prompt, tokens, here))
-        awaited = [text for text, is_awaited, _ in missing if is_awaited]
         if awaited and not parts and len(missing) == len(known) and is_like(prompt, awaited):
             notes.append(self._absent(awaited, prompt))
         if notes:

@@ -10,7 +10,7 @@ computes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.buffer import Change, LayerSource, ModuleKV
 from cached_rag.kv.catalog import MAX_TRIM
+from cached_rag.library.encoder import Encoder
 from cached_rag.library.library import Library
 from cached_rag.library.matching import HARVESTED, EncodedAfter, Match, shared
 from cached_rag.library.sequences import Sequences, common
@@ -214,17 +215,11 @@ class Encodings:
     usable: tuple[EncodedAfter, ...]
 
     @classmethod
-    def of(
-        cls, ids: tuple[int, ...], known: Sequence[EncodedAfter], sink_ids: tuple[int, ...]
-    ) -> Encodings:
-        """Those of a prompt.
-
-        Args:
-            known: all that chunks were encoded behind, as `Library.encoded_after` has it.
-            sink_ids: the tokens before chunks that were encoded without a prefix.
-        """
+    def of(cls, encoder: Encoder, ids: tuple[int, ...]) -> Encodings:
+        """Those of a prompt."""
+        known = encoder.library.encoded_after()
         heads = [one for one in known if is_before(one.prefix_ids, ids)]
-        usable = tuple(_ranked(known, heads, sink_ids))
+        usable = tuple(_ranked(known, heads, encoder.tokenization.sink_ids))
         return cls(ids, tuple(one.prefix_ids for one in heads), usable)
 
     def is_in_place(self, behind: EncodedAfter, match: Match) -> bool:
@@ -263,7 +258,9 @@ def _ranked(
     more than the head (docs/quality.md).
 
     Args:
+        known: all that chunks were encoded behind, as `Library.encoded_after` has it.
         heads: those of `known` that the prompt begins with.
+        sink_ids: the tokens before chunks that were encoded without a prefix.
     """
     none = (sink_ids, ())
     own = [one for one in heads if one.prefix_ids not in none]
@@ -280,28 +277,23 @@ def is_before(prefix_ids: Sequence[int], ids: Sequence[int]) -> bool:
 
 
 def make_plan(
-    library: Library,
+    encoder: Encoder,
     tokens: Tokens,
     matches: Sequence[Match],
-    sink_ids: tuple[int, ...],
+    kept: Sequences | None,
     *,
-    starts: Callable[[EncodedAfter], int | None],
-    lazy: bool = False,
-    kept: Sequences | None = None,
+    lazy: bool,
 ) -> Plan:
     """Choose the best KV for all chunks in a prompt, and for its beginning.
 
     Args:
         tokens: the prompt's.
         matches: the chunks that were found in the prompt, and aligned with its tokens.
-        sink_ids: the tokens before chunks that were encoded without a prefix.
-        starts: where chunks that stand alone are encoded, see `Encoder.start`; further on, some of
-            their document stood before them.
-        lazy: KV on disk is only opened, and read when it is used.
         kept: finished prompts, of which chunks without KV are taken; None to take none.
+        lazy: KV on disk is only opened, and read when it is used.
     """
-    ids = tuple(tokens.ids)
-    encodings = Encodings.of(ids, library.encoded_after(), sink_ids)
+    ids, library = tuple(tokens.ids), encoder.library
+    encodings = Encodings.of(encoder, ids)
     placements = _head(library, encodings.heads, ids)
     found, chunks = [], []
     for match in matches:
@@ -323,7 +315,8 @@ def make_plan(
                 chunks.append((match.chunk.text_digest, begin))
             continue
         offset = begin - match.first
-        start = starts(encoded_after)
+        start = encoder.start(encoded_after)
+        # Then some of its document stood before it.
         is_settled = start is not None and kv.start > start
         kv = kv.slice(offset, offset + end - begin)
         is_in_place = encodings.is_in_place(encoded_after, match)
