@@ -230,12 +230,9 @@ class Encoder:
 
     def register(self, texts: Iterable[str]) -> int:
         """See `Engine.register`."""
-        records, _ = self._records(texts)
-        given = self.library.given([text for _, text in records])
-        new = [record for record, text in records if text not in given]
-        if new:
-            self.library.register(new)
-        return sum(record.num_tokens for record, _ in records)
+        records = [record for record, _ in self._records(texts)[0]]
+        self.library.register(records)
+        return sum(record.num_tokens for record in records)
 
     def records_of(self, texts: Iterable[str]) -> list[ChunkRecord]:
         """The records of texts, known or not; texts that cannot be chunks have none."""

@@ -299,12 +299,14 @@ class Library:
                 self.table.add(chunk)
 
     def register(self, chunks: Sequence[ChunkRecord]) -> None:
-        """As `add_chunks`, but never waits long, and never fails.
+        """As `add_chunks`, but never waits long, and never fails; known ones cost nothing.
 
         Chunks that cannot be written to the catalog now are prefilled as any text.
         """
         with self.shelf.spared():
-            self.add_chunks(chunks, BRIEFLY_S)
+            known = {one.text_digest for one in chunks if self.table.by_digest(one.text_digest)}
+            given = known.difference(self._catalog.learned() if known else ())
+            self.add_chunks([one for one in chunks if one.text_digest not in given], BRIEFLY_S)
 
     def learn(self, chunk: ChunkRecord) -> None:
         """As `register`, for a text that nobody gave, but prompts repeat.
@@ -319,12 +321,6 @@ class Library:
         if surplus:
             self._remove(surplus)
             self._evictions += 1  # which the catalog has counted as a removal, too
-
-    def given(self, texts: Sequence[str]) -> set[str]:
-        """Those of these texts that are known, and were not only learned."""
-        found = {text: chunk for text in texts if (chunk := self.table.get(text)) is not None}
-        learned = set(self._catalog.learned()) if found else set()
-        return {text for text, chunk in found.items() if chunk.text_digest not in learned}
 
     def remove(self, text_digests: Collection[str], records: Sequence[ChunkRecord] = ()) -> int:
         """Forget texts, and delete all their KV, whichever process encoded it.
