@@ -318,14 +318,7 @@ class Engine:
             progress(chunks)
             token_progress(tokens)
 
-        def exclusively(work: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-            def locked() -> tuple[int, int]:
-                with self.lock:
-                    return work()
-
-            return on_model_thread(locked)
-
-        return self._encoder.encode(order, exclusively, done, token_total)
+        return self._encoder.encode(order, done, token_total)
 
     def _asked_for(
         self,

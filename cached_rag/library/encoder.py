@@ -1,7 +1,7 @@
 """Encodes texts into the library. Only texts without KV are prefilled.
 
-Knows prefixes and contexts; knows no request. Takes no lock: the engine holds the model's lock
-around each batch of `encode`, `learn` and `recover`.
+Knows prefixes and contexts; knows no request. The model's lock is held for a batch, and free
+between two, so that answers go on.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.prompt_text import Rendered
+from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import MOST_PRIMERS
 from cached_rag.errors import ConfigError, ContextOverflowError
@@ -49,8 +50,7 @@ _BETWEEN = "\n\n"
 _PRIMERS = tuple(primer(count + 1) for count in range(MOST_PRIMERS))
 Passages = tuple[Ids, ...]
 Item = tuple[ChunkRecord, str]
-# Does work, and gives what it gives: numbers of chunks and of tokens that were encoded.
-Exclusively = Callable[[Callable[[], tuple[int, int]]], tuple[int, int]]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -121,14 +121,12 @@ class Encoder:
     def encode(
         self,
         order: Order,
-        exclusively: Exclusively,
         progress: Callable[[int, int], object],
         total: Callable[[int], object],
     ) -> EncodeSummary:
         """Prefill the texts of an order that have no KV; see `Engine.encode`.
 
         Args:
-            exclusively: does a batch's work while nothing else computes, and gives what that gives.
             progress: called after each batch with the numbers of its chunks and of tokens computed.
             total: called before the first batch with the number of tokens to compute.
         """
@@ -152,7 +150,7 @@ class Encoder:
         for behind, wanted in passes.items():
             # Answers go on between batches, and progress is told there, so that it may ask, too.
             for records, window in list(self._batches(order, behind, wanted)) or [([], None)]:
-                chunks, count = exclusively(partial(self._encode, behind, records, window))
+                chunks, count = self._alone(partial(self._encode, behind, records, window))
                 if chunks:
                     progress(chunks, count)
         self._warn_of_lost(order)
@@ -248,8 +246,7 @@ class Encoder:
 
     def learn(self, behind: EncodedAfter) -> None:
         """Encode a prefix and make it known, so that prompts reuse it."""
-        self.library.add_encoded_after(behind)
-        self._ensure_prefix(behind)
+        self._alone(partial(self._encode, behind, (), None))
 
     def learn_text(self, text: str) -> None:
         """Make a text known that prompts repeat."""
@@ -269,10 +266,20 @@ class Encoder:
         if behind.context and behind.context not in self.contexts:
             behind = EncodedAfter(behind.prefix_ids)
         if not self.library.shelf.holds(behind, chunk.token_ids):
-            self._encode_wanted(behind, {chunk.token_ids: (chunk, text)})
+            wanted = {chunk.token_ids: (chunk, text)}
+            self._alone(partial(self._encode_wanted, behind, wanted, None))
+
+    def _alone(self, work: Callable[[], _T]) -> _T:
+        """Do work while nothing else computes."""
+
+        def locked() -> _T:
+            with self.model.lock:
+                return work()
+
+        return on_model_thread(locked)
 
     def _encode_wanted(
-        self, behind: EncodedAfter, wanted: dict[Ids, Item], window: Window | None = None
+        self, behind: EncodedAfter, wanted: dict[Ids, Item], window: Window | None
     ) -> int:
         """Prefill chunks, and keep their KV; returns the number of tokens computed.
 

@@ -19,10 +19,8 @@ from functools import partial
 from itertools import product
 from weakref import WeakSet
 
-import torch
-
 from cached_rag.backends.prompt_text import Tokens
-from cached_rag.backends.thread import before_end, join, on_model_thread
+from cached_rag.backends.thread import before_end, join
 from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError
 from cached_rag.kv.buffer import ModuleKV
@@ -113,7 +111,8 @@ class Learning:
         """
         if self.write_back is None:
             return
-        self._offer_chunks(tokens, plan)
+        if plan.matches:
+            self._offer_chunks(self.write_back, tokens, plan)
         for place in plan.placements:
             if place.source is not None and not self._is_near(place, *place.source):
                 fetch = partial(self.library.shelf.fetch, *place.source)
@@ -127,29 +126,18 @@ class Learning:
         is_first = place.origin.tier != "memory" or len(shelf.memory) < 2
         return is_first or shelf.key(behind, token_ids) in shelf.memory[0]
 
-    def _offer_chunks(self, tokens: Tokens, plan: Plan) -> None:
+    def _offer_chunks(self, write_back: WriteBack, tokens: Tokens, plan: Plan) -> None:
         """Offer to encode chunks that had no KV, and the head if it recurs."""
-        if not plan.matches:
-            return
-        first = plan.matches[0]
+        first, lasts = plan.matches[0], self.library.shelf.disk is not None
         length, name = 0 if first.is_part else first.first, first.chunk.text_digest
         rest = ids_digest(tokens.ids[plan.matches[-1].end :])
         best = self._best(tuple(tokens.ids[:length]), name, rest)
         if best not in self.library.encoded_after() and len(best.prefix_ids) > len(self._sink_ids):
-            self._offer_encoding(best, partial(self._encoder.learn, best))
+            write_back.offer(best, partial(self._encoder.learn, best), lasts=lasts)
         for missed, behind in product((*plan.missed, *plan.harvested), self._beside(best)):
             task = (missed.chunk.text_digest, behind)
             recover = partial(self._encoder.recover, missed.chunk, missed.text, behind)
-            self._offer_encoding(task, recover)
-
-    def _offer_encoding(self, name: object, task: Callable[[], object]) -> None:
-        def encode() -> None:
-            with self._encoder.model.lock, torch.inference_mode():
-                task()
-
-        assert self.write_back is not None
-        is_kept = self.library.shelf.disk is not None
-        self.write_back.offer(name, partial(on_model_thread, encode), lasts=is_kept)
+            write_back.offer(task, recover, lasts=lasts)
 
     def _best(self, head: tuple[int, ...], chunk: str, rest: str) -> EncodedAfter:
         """What the missed chunks of a prompt are best encoded behind.
