@@ -23,6 +23,7 @@ from cachetools import LRUCache
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.matching import ANCHOR, ChunkTable, Match, shared
+from cached_rag.library.sequences import Ids, common
 
 _log = logging.getLogger(__name__)
 # The shortest run of tokens that is reused, and the length of the blocks by which runs are found: a
@@ -154,22 +155,21 @@ class _Runs:
     """A prompt's tokens, and which of them are spoken for."""
 
     def __init__(self, tokens: Tokens, taken: Iterable[Match]) -> None:
-        self._ids = np.asarray(tokens.ids, dtype=np.int32)
-        self._bytes = self._ids.tobytes()
-        self._is_free = np.ones(len(self._ids), dtype=bool)
-        self._budget = _STEPS + len(self._ids)
+        self._free = np.array(tokens.ids, dtype=np.int64)  # -1 where a token is spoken for
+        self._bytes = self._free.tobytes()
+        self._budget = _STEPS + len(self._free)
         for match in taken:
-            self._is_free[match.begin : match.end] = False
+            self._free[match.begin : match.end] = -1
 
     def of(self, token_ids: Sequence[int]) -> list[tuple[int, int, int]]:
         """Runs of a text's tokens that are in the prompt: (begin, end, first token of the text).
 
         They are spoken for from then on.
         """
-        ids = np.asarray(token_ids, dtype=np.int32)
+        ids = np.asarray(token_ids, dtype=np.int64)
         found: list[tuple[int, int, int]] = []
         at = 0
-        if int(self._is_free.sum()) < RUN:
+        if np.count_nonzero(self._free >= 0) < RUN:
             return found
         while at + _BLOCK <= len(ids):
             run = next(self._around(ids, at), None)
@@ -177,30 +177,24 @@ class _Runs:
                 at += _BLOCK
                 continue
             begin, end, first = run
-            self._is_free[begin:end] = False
+            self._free[begin:end] = -1
             found.append(run)
             at = -(-(first + end - begin) // _BLOCK) * _BLOCK
         return sorted(found)
 
-    def _around(self, ids: np.ndarray, at: int) -> Iterator[tuple[int, int, int]]:
+    def _around(self, ids: Ids, at: int) -> Iterator[tuple[int, int, int]]:
         """Long enough runs around the places where the block at `at` stands in the prompt."""
         block = ids[at : at + _BLOCK].tobytes()
         place = self._bytes.find(block)
         while place >= 0 and self._budget > 0:
-            if place % 4 == 0:
-                begin = end = place // 4
-                first, last = at, at
-                while end < len(self._ids) and last < len(ids) and self._same(end, ids[last]):
-                    end, last = end + 1, last + 1
-                while begin and first and self._same(begin - 1, ids[first - 1]):
-                    begin, first = begin - 1, first - 1
-                self._budget -= end - begin + 1
-                if end - begin >= RUN:
-                    yield begin, end, first
+            slot, rest = divmod(place, ids.itemsize)
+            if not rest:
+                ahead = common(self._free[slot:], ids[at:])
+                behind = common(self._free[:slot][::-1], ids[:at][::-1])
+                self._budget -= ahead + behind + 1
+                if ahead + behind >= RUN:
+                    yield slot - behind, slot + ahead, at - behind
             place = self._bytes.find(block, place + 1)
-
-    def _same(self, slot: int, token: int) -> bool:
-        return bool(self._is_free[slot]) and self._ids[slot] == token
 
 
 def is_like(prompt: str, texts: Iterable[str]) -> bool:

@@ -88,8 +88,8 @@ class Learning:
             return False
         generation, tokenization = self.library.generation, self._encoder.tokenization
         if generation != self._generation:
-            self._generation = generation
             self.recurring.clear()  # texts were forgotten, which may be among these
+            self._generation = generation
         known = [match.span for match in matches]
         known += tokenization.spelled_out(text)
         runs = self.recurring.find(text, tokens, set(tokenization.controls.values()), known)
