@@ -47,14 +47,11 @@ class Learning:
     """
 
     def __init__(self, encoder: Encoder, settings: StoreConfig, activity: Activity) -> None:
-        self.write_back = (
-            WriteBack(activity, finish_seconds=settings.finish_seconds)
-            if settings.write_back
-            else None
-        )
+        self.write_back: WriteBack | None = None
+        if settings.write_back:
+            self.write_back = WriteBack(activity, finish_seconds=settings.finish_seconds)
         self.library = library = encoder.library
-        learns = settings.learn_prefixes and settings.write_back
-        self.heads = Heads() if learns else None
+        self.heads = Heads() if settings.learn_prefixes and settings.write_back else None
         self.recurring = Recurring() if settings.learn == "recurring" else None
         self._generation = library.generation
         self._sink_ids = encoder.tokenization.sink_ids
@@ -272,10 +269,10 @@ class WriteBack:
             while time.monotonic() < deadline and (name := self._next()) is not None:
                 self._do(name)
         finally:
-            left = 0
-            while (name := self._next()) is not None:
-                self._over(name)
-                left += 1
+            with self._changed:
+                left = sum(lasts for _, lasts in self._tasks.values())
+                self._tasks.clear()
+                self._changed.notify_all()
             if left and self.finish_seconds:
                 _log.warning(
                     "%d chunk(s) were not encoded, because there was no time left (see "
@@ -295,12 +292,8 @@ class WriteBack:
             join(thread)
 
     def _next(self) -> object | None:
-        """The name of the next task whose result lasts; the others before it are dropped."""
-        for name, (_, lasts) in list(self._tasks.items()):
-            if lasts:
-                return name
-            self._over(name)
-        return None
+        """The name of the next task whose result lasts."""
+        return next((name for name, (_, lasts) in [*self._tasks.items()] if lasts), None)
 
     def _run(self) -> None:
         while (name := self._awaited()) is not None:
