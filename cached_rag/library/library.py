@@ -389,6 +389,8 @@ class Library:
         def wanted() -> bool:
             return text_digest is None or self.knows(text_digest)
 
+        if not wanted():  # what is forgotten is not even written for a while
+            return
         if text_digest is None and behind.context:
             self._catalog.add_other(kv.token_ids, behind.context)
         self.shelf.keep(behind, kv, wanted, until_when(self._ttl_seconds))
