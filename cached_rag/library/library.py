@@ -69,7 +69,7 @@ class Known:
         Raises:
             StoreError: the catalog cannot be written.
         """
-        self.catalog.add_prefix(behind.prefix_ids, behind.context)
+        self.catalog.add_prefix(*behind)
         with self.lock:
             self.stand_behind({*self.encoded_after, behind})
 

@@ -20,6 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from cachetools import LRUCache
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -59,9 +60,8 @@ _END = re.compile(r"\n\s*|[.!?][\"')\]]?\s+|[\u3002\uff01\uff1f]")
 _REMEMBERED, _LEARNED = 256, 8
 
 
-@dataclass(frozen=True)
-class EncodedAfter:
-    """What stood before a chunk while it was encoded.
+class EncodedAfter(NamedTuple):
+    """What stood before a chunk while it was encoded; a `Behind` of the catalog.
 
     Attributes:
         prefix_ids: tokens of the prefix, from position 0.

@@ -151,9 +151,8 @@ class Shelf:
     def tell(self, behind: EncodedAfter) -> None:
         """Have other machines look for KV that was encoded behind that."""
         if self.remote is not None:  # which may have lost what it was told before
-            head = (behind.prefix_ids, behind.context)
             with self.spared():
-                self.remote.add_heads(self.namespace, self.fingerprint, [head])
+                self.remote.add_heads(self.namespace, self.fingerprint, [behind])
 
     def told(self) -> list[EncodedAfter]:
         """What other machines encode chunks behind, if it is time to ask for that.
