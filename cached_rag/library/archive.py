@@ -25,7 +25,7 @@ from cached_rag.kv.kept import KeptPrompt, KeptPrompts
 from cached_rag.kv.layers import Layered, each
 from cached_rag.kv.rows import Run
 from cached_rag.library.learning import WriteBack
-from cached_rag.library.sequences import Ids, PromptKV
+from cached_rag.library.sequences import Disk, Ids, PromptKV
 
 _log = logging.getLogger(__name__)
 _UNWRITTEN = "what a prompt left is not kept on disk"
@@ -36,7 +36,7 @@ def _cut(prompt: KeptPrompt) -> object:
     return prompt.name, prompt.ends, prompt.stated
 
 
-class PromptArchive:
+class PromptArchive(Disk):
     """The kept prompts of one model, on disk. Safe for several threads."""
 
     def __init__(

@@ -21,7 +21,6 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 from weakref import WeakSet
 
 import numpy as np
@@ -145,11 +144,12 @@ class PromptKV:
         return min(places, default=None)
 
 
-class Disk(Protocol):
-    """What is kept beyond memory; `PromptArchive` implements it."""
+class Disk:
+    """What is kept beyond memory: here nothing; `PromptArchive` keeps it on disk."""
 
     def prompts(self, namespace: str) -> list[PromptKV]:
         """A tenant's kept prompts, without their KV."""
+        return []
 
     def bring(
         self, namespace: str, usable: Callable[[PromptKV], int], least: int
@@ -184,7 +184,7 @@ class Sequences:
         """
         self.max_bytes = max_bytes
         self.keeps_repaired = keeps_repaired
-        self._disk = disk
+        self._disk = disk or Disk()
         self._kept: list[PromptKV] = []  # least recently used first
         # Of these, as much as was needed of some on disk.
         self._brought: WeakSet[PromptKV] = WeakSet()
@@ -232,11 +232,9 @@ class Sequences:
                 rank = (length, min(length, one.exact_length))
                 if rank > most:
                     best, most = one, rank
-            brought = None
-            if self._disk is not None:
-                brought = self._disk.bring(
-                    namespace, lambda one: one.worth(ids, repair, exact), most[0]
-                )
+            brought = self._disk.bring(
+                namespace, lambda one: one.worth(ids, repair, exact), most[0]
+            )
             length = 0 if brought is None else brought.usable(ids, repair, exact)
             if brought is not None and length > most[0]:
                 best, most = brought, (length, 0)
@@ -269,7 +267,7 @@ class Sequences:
         """A tenant's sequences, those on disk without their KV."""
         with self._lock:
             own = self._own(namespace)
-        return own if self._disk is None else [*self._disk.prompts(namespace), *own]
+        return [*self._disk.prompts(namespace), *own]
 
     def containing(self, namespace: str, token_ids: Ids) -> tuple[PromptKV, int] | None:
         """The last sequence with these tokens among its exact ones, and the slot of the first."""
@@ -304,14 +302,12 @@ class Sequences:
             goes_on = any(map(kept.goes_on, self._kept))
             self._kept = [one for one in self._kept if not kept.supersedes(one)] + [kept]
             self._make_room(kept)
-        if goes_on and self._disk is not None:
+        if goes_on:
             self._disk.offer(kept)
 
     def close(self, deadline: float) -> None:
         """Have all that is kept written to disk, but what was brought; see `Disk.finish`."""
-        if self._disk is not None:
-            own = [one for one in self._kept if one not in self._brought]
-            self._disk.finish(own, deadline)
+        self._disk.finish([one for one in self._kept if one not in self._brought], deadline)
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether a prompt may be kept; the first one that is too large is logged."""
@@ -389,8 +385,7 @@ class Sequences:
                     rest = rest.until(rest.exact_length)
                 if rest.runs and rest.is_worth(len(rest.ids)):
                     self._kept.insert(0, rest)
-        if self._disk is not None:
-            self._disk.withdraw(namespace, text_digest, wanted)
+        self._disk.withdraw(namespace, text_digest, wanted)
 
 
 def common(first: Ids, second: Ids) -> int:
