@@ -25,6 +25,7 @@ from cached_rag.kv.disk import DiskStore
 from cached_rag.kv.entries import check_reach, until_when
 from cached_rag.kv.holdings import Removals
 from cached_rag.kv.remote import RemoteTier
+from cached_rag.kv.tiers import Terms
 from cached_rag.library.handed_over import HandedOver
 from cached_rag.library.matching import ChunkTable, EncodedAfter
 from cached_rag.library.shelf import Shelf, Source, Wanted, memory_tiers
@@ -375,7 +376,7 @@ class Library:
         return self.shelf.spare(lambda: self._catalog.makers_of(texts), [])
 
     def put(self, behind: EncodedAfter, kv: ModuleKV, text_digest: str | None = None) -> None:
-        """Keep KV of a chunk, of a prefix, or of a part of a schema.
+        """Keep KV of a chunk, of a prefix, or of a part of a schema; remotely in the background.
 
         Args:
             behind: what stood before it while it was encoded.
@@ -393,7 +394,10 @@ class Library:
             return
         if text_digest is None and behind.context:
             self._catalog.add_other(kv.token_ids, behind.context)
-        self.shelf.keep(behind, kv, wanted, until_when(self._ttl_seconds))
+        key, remote = self.shelf.key(behind, kv.token_ids), self.shelf.remote
+        self.shelf.store.put(key, kv, Terms(wanted, until_when(self._ttl_seconds)))
+        if remote is not None:
+            remote.offer(self.namespace, key, kv, wanted)
 
     def hold(
         self, chunks: Iterable[ChunkRecord], *, pinned: bool | None, until: float | None

@@ -127,22 +127,6 @@ class Shelf:
         """
         return self.spare(lambda: self.key(behind, token_ids) in self.store, False)
 
-    def keep(
-        self, behind: EncodedAfter, kv: ModuleKV, wanted: IsWanted, until: float | None = None
-    ) -> None:
-        """Put KV into all tiers; into the remote one in the background.
-
-        Args:
-            wanted, until: see `Terms` and `RemoteTier.offer`.
-
-        Raises:
-            StoreFullError: there is no room on this machine.
-        """
-        key = self.key(behind, kv.token_ids)
-        self.store.put(key, kv, Terms(wanted, until))
-        if self.remote is not None:
-            self.remote.offer(self.namespace, key, kv, wanted)
-
     def delete(self, key: str) -> bool:
         """Delete KV from this machine; says whether there was any."""
         self._to_disk.drop([key])
