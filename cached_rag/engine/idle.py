@@ -143,7 +143,7 @@ class Settling:
         self._model, self._sequences = model, sequences
         self._is_on = is_on and bool(sequences.keeps_repaired)
         self._seen: LRUCache[tuple[str, bytes], bool] = LRUCache(_REMEMBERED)
-        self._lock = threading.RLock()  # as in `WriteBack`
+        self._lock = threading.RLock()  # as in `Activity`
 
     def see(self, learning: Learning, namespace: str, ids: Ids, plan: Plan, settled: int) -> None:
         """Take note of a prompt that was answered; if it begins as another did, offer the work.

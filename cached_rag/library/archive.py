@@ -52,7 +52,7 @@ class PromptArchive(Disk):
         # Those that `Sequences` keeps, so they take no memory beyond its bound.
         self._waiting: WeakSet[PromptKV] = WeakSet()
         self._known: dict[object, PromptKV] = {}
-        self._lock = threading.RLock()  # as in `WriteBack`
+        self._lock = threading.RLock()  # as in `Activity`
 
     def close(self) -> None:
         """Write nothing more, and release files; see `finish`."""

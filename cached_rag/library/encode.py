@@ -95,14 +95,10 @@ class Context:
         return cls(name, first.before, tuple(others))
 
 
-def _primers() -> tuple[Context, ...]:
-    text = resources.files("cached_rag.library").joinpath("primers.txt").read_text(encoding="utf-8")
-    return tuple(Context.fixed(*one.strip().split("\n\n")) for one in text.split("\n---\n"))
-
-
 # Each is four short passages about nothing in particular. They are the same for all chunks, so
 # their own KV is computed once.
-_PRIMERS = _primers()
+_TEXT = resources.files("cached_rag.library").joinpath("primers.txt").read_text(encoding="utf-8")
+_PRIMERS = tuple(Context.fixed(*one.strip().split("\n\n")) for one in _TEXT.split("\n---\n"))
 
 
 def primer(count: int = 1) -> Context:

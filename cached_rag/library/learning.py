@@ -164,34 +164,32 @@ class Learning:
 
 
 class Activity:
-    """The requests that are under way. Safe for several threads."""
+    """The requests that are under way. Safe for several threads.
+
+    Attributes:
+        changed: notified when a request is over; held to ask `is_idle`.
+    """
 
     def __init__(self) -> None:
         self._under_way: WeakSet[object] = WeakSet()  # a request that is dropped is over, too
         # Reentrant: the garbage collector may end a request, and so come back, at any point.
-        self._changed = threading.Condition(threading.RLock())
+        self.changed = threading.Condition(threading.RLock())
 
     def begin(self, request: object) -> None:
         """Note that a request has begun. Doing it again changes nothing."""
-        with self._changed:
+        with self.changed:
             self._under_way.add(request)
 
     def end(self, request: object) -> None:
         """Note that a request is over. Doing it again changes nothing."""
-        with self._changed:
+        with self.changed:
             self._under_way.discard(request)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
-    def wait_idle(self, is_stopped: Callable[[], bool]) -> None:
-        """Wait until no request is under way, or until `is_stopped` says so; see `wake`."""
-        with self._changed:
-            while self._under_way and not is_stopped():
-                self._changed.wait(_IDLE_SECONDS)  # nobody notifies of a request that is dropped
-
-    def wake(self) -> None:
-        """Have all threads in `wait_idle` ask `is_stopped` again."""
-        with self._changed:
-            self._changed.notify_all()
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._under_way
 
 
 class WriteBack:
@@ -210,8 +208,7 @@ class WriteBack:
         self._tasks: OrderedDict[object, tuple[Callable[[], object], bool]] = OrderedDict()
         self._thread: threading.Thread | None = None
         self._is_stopped = False
-        # Reentrant: the garbage collector may end a request, and so come back, at any point.
-        self._changed = threading.Condition(threading.RLock())
+        self._changed = activity.changed  # the thread waits for tasks, and for requests to be over
         _OPEN.add(self)
 
     def offer(
@@ -287,7 +284,6 @@ class WriteBack:
             self._is_stopped = True
             self._changed.notify_all()
             thread = self._thread
-        self._activity.wake()
         if thread is not None:
             join(thread)
 
@@ -306,8 +302,8 @@ class WriteBack:
             if not self._tasks:
                 self._thread = None
                 return None
-        self._activity.wait_idle(self._is_ending)
-        with self._changed:
+            while not (self._activity.is_idle or self._is_ending()):
+                self._changed.wait(_IDLE_SECONDS)  # nobody notifies of a request that is dropped
             return None if self._is_ending() else next(iter(self._tasks))
 
     def _is_ending(self) -> bool:
@@ -321,12 +317,9 @@ class WriteBack:
         except Exception as error:  # such as a full disk; the thread must go on with other tasks
             _log.warning("a chunk could not be encoded in the background: %s", error)
         finally:
-            self._over(name)
-
-    def _over(self, name: object) -> None:
-        with self._changed:
-            self._tasks.pop(name, None)
-            self._changed.notify_all()
+            with self._changed:
+                self._tasks.pop(name, None)
+                self._changed.notify_all()
 
 
 _OPEN: WeakSet[WriteBack] = WeakSet()

@@ -274,7 +274,7 @@ class Recurring:
     def __init__(self, most: int = _MOST) -> None:
         # By the digest of a piece, or of two neighbours: that of all before it, when last seen.
         self._seen: LRUCache[int, int] = LRUCache(most)
-        self._lock = threading.RLock()  # as in `WriteBack`
+        self._lock = threading.RLock()  # as in `Activity`
 
     def clear(self) -> None:
         """Forget all prompts."""
@@ -331,7 +331,7 @@ class Heads:
         self._room = learned
         self._learned: set[tuple[int, ...]] = set()
         self._seen: LRUCache[tuple[int, ...], tuple[set[str], set[str]]] = LRUCache(_REMEMBERED)
-        self._lock = threading.RLock()  # as in `WriteBack`
+        self._lock = threading.RLock()  # as in `Activity`
 
     def learn(self, head: tuple[int, ...], chunk: str, rest: str) -> bool:
         """Note what a head stood before.

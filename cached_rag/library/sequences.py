@@ -188,7 +188,7 @@ class Sequences:
         self._kept: list[PromptKV] = []  # least recently used first
         # Of these, as much as was needed of some on disk.
         self._brought: WeakSet[PromptKV] = WeakSet()
-        self._lock = threading.RLock()  # as in `WriteBack`
+        self._lock = threading.RLock()  # as in `Activity`
         self._has_told = False
         self._seen: dict[str, int] = {}  # by tenants that were left, see `leave`
 
