@@ -28,7 +28,7 @@ from cached_rag.backends.transformers.attention import (
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.kernels import Scoring, attend, first_seen
 from cached_rag.backends.transformers.prefill import RowPass
-from cached_rag.backends.transformers.row_cache import Drift, numbered_from
+from cached_rag.backends.transformers.row_cache import Drift, RowCache, numbered_from
 from cached_rag.backends.transformers.states import windows_before
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
@@ -86,35 +86,12 @@ class _SlabLayers:
         self.values[layer][self.rows, :, self._at] = values[0, :, self.tokens].transpose(0, 1)
 
 
-class _Scattered:
-    """A row that computes tokens at any slots of its own buffer."""
-
-    def __init__(self, ahead: StepInput, tokens: slice) -> None:
-        assert ahead.slots is not None
-        self.tokens, self._buffer = tokens, ahead.kv.own
-        slots = torch.tensor(ahead.slots, device=ahead.kv.own.keys.device)
-        self._rows = Rows(slots, ahead.end)
-        self._drift = Drift(ahead.drifting) if ahead.drifting else None
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy the row's tokens from the batch's (1, num_kv_heads, num_tokens, dim) KV."""
-        mine = keys[:, :, self.tokens], values[:, :, self.tokens]
-        if self._drift is not None:
-            self._drift.transfer(layer, self._rows, *mine, self._buffer)
-        self._buffer.write(layer, self._rows.index, *mine)
-
-    def attend(self, layer: int, query: torch.Tensor, how: Scoring) -> torch.Tensor:
-        """Its tokens' attention, for the batch's (1, num_heads, num_tokens, dim) query."""
-        seen = slice(0, self._rows.length)
-        keys, values = self._buffer.keys[layer][:, :, seen], self._buffer.values[layer][:, :, seen]
-        return self._rows.attend(query[:, :, self.tokens], keys, values, how)
-
-
 class BatchCache(Cache):  # type: ignore[misc]
     """A transformers cache that writes each row's KV to the row's buffer, and attends there.
 
     It is the model's cache and also the `rows` of `attending`: in every layer, the model calls
-    `update` first and then, through the attention function, `attend`.
+    `update` first and then, through the attention function, `attend`. A row that computes tokens at
+    any slots of its own buffer does both through a `RowCache`.
 
     Attributes:
         tokens: which of the batch's tokens are each row's.
@@ -131,11 +108,14 @@ class BatchCache(Cache):  # type: ignore[misc]
         self._longest = max(ahead.end for ahead in batch)
         self._shared: list[_Layers] = []
         self._private: list[_Layers | _SlabLayers] = []
-        self._scattered = [_Scattered(*row) for row in self._by_row if row[0].slots is not None]
-        self._fresh: list[_Layers | _SlabLayers | _Scattered] = [*self._scattered]
-        # No token behind this one looks at what is divided here.
-        appended = (tokens.stop for ahead, tokens in self._by_row if ahead.slots is None)
-        self._last = max(appended, default=0)
+        self._scattered: list[tuple[RowCache, slice]] = []
+        self._fresh: list[_Layers | _SlabLayers] = []
+        self._last = 0  # no token behind this one looks at what is divided here
+        for ahead, tokens in self._by_row:
+            if ahead.slots is None:
+                self._last = tokens.stop
+            else:
+                self._scattered.append((_row_cache(ahead, windows), tokens))
         self._divide()
         self._layer = 0
         # Keys and values that layers gave to be kept: the last one's, or all.
@@ -202,6 +182,8 @@ class BatchCache(Cache):  # type: ignore[misc]
         self._given.append((layer_idx, key_states, value_states))
         for fresh in self._fresh:
             fresh.write(layer_idx, key_states, value_states)
+        for row, at in self._scattered:
+            row.update(key_states[:, :, at], value_states[:, :, at], layer_idx)
         return key_states, value_states
 
     def attend(
@@ -221,13 +203,11 @@ class BatchCache(Cache):  # type: ignore[misc]
         appended = query[0, :, : self._last].transpose(0, 1).contiguous()
         if not self._scattered:
             return self._behind(appended, how).transpose(0, 1)[None]
-        width = values.shape[-1]
-        found = query.new_empty(1, query.shape[1], query.shape[2], width)
+        found = query.new_empty(*query.shape[:3], values.shape[-1])
         if self._last:
-            behind = self._behind(appended, how)
-            found[0, :, : self._last] = behind.transpose(0, 1)
-        for row in self._scattered:
-            found[:, :, row.tokens] = row.attend(self._layer, query, how)
+            found[0, :, : self._last] = self._behind(appended, how).transpose(0, 1)
+        for row, at in self._scattered:
+            found[:, :, at] = row.rows.attend(query[:, :, at], *row.seen(self._layer), how)
         return found
 
     def _behind(self, query: torch.Tensor, how: Scoring) -> torch.Tensor:
@@ -248,9 +228,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         for ahead, tokens in self._by_row:
             if ahead.slots is not None:
                 continue
-            begin = first_seen(window, ahead.end - 1)
-            runs = (run.cut(begin, ahead.end) for run in ahead.kv.every_run(ahead.end))
-            seen = [run for run in runs if run is not None]
+            seen = _runs_from(first_seen(window, ahead.end - 1), ahead)
             keys = _joined([(run.buffer.keys[self._layer], run) for run in seen])
             values = _joined([(run.buffer.values[self._layer], run) for run in seen])
             folded = query[tokens].view(1, keys.shape[1], -1, query.shape[-1])
@@ -267,8 +245,8 @@ class BatchCache(Cache):  # type: ignore[misc]
             kept, first = ahead.kv.own.values[layer], 0
             if ahead.slots is None:
                 first = max(0, ahead.kv.length - count)
-                runs = (run.cut(first, ahead.end) for run in ahead.kv.every_run(ahead.end))
-                kept = _joined([(run.buffer.values[layer], run) for run in runs if run is not None])
+                runs = _runs_from(first, ahead)
+                kept = _joined([(run.buffer.values[layer], run) for run in runs])
             slots = torch.tensor(list(ahead.at), device=inputs.device) - first
             found[:, tokens] = windows_before(kept, slots, count)
         return found
@@ -290,6 +268,21 @@ class BatchCache(Cache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Sizes that transformers asks for; `attend` uses no mask of its making."""
         return self._longest + query_length, 0
+
+
+def _row_cache(ahead: StepInput, windows: tuple[int | None, ...]) -> RowCache:
+    """Of a row that computes tokens at any slots of its own buffer."""
+    own = ahead.kv.own
+    rows = Rows(torch.tensor(ahead.slots, device=own.keys.device), ahead.end)
+    found = RowCache(own, rows, len(rows), windows)
+    found.drift = Drift(ahead.drifting) if ahead.drifting else None
+    return found
+
+
+def _runs_from(first: int, ahead: StepInput) -> list[Run]:
+    """Where a row's slots from `first` on lie, its new tokens' included."""
+    runs = (run.cut(first, ahead.end) for run in ahead.kv.every_run(ahead.end))
+    return [run for run in runs if run is not None]
 
 
 def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:

@@ -246,7 +246,12 @@ class RowCache(Cache):  # type: ignore[misc]
         self.buffer.write(layer_idx, index, key_states, value_states)
         if self.is_peeking:
             raise Peeked
-        return keys[:, :, : self.rows.length], values[:, :, : self.rows.length]
+        return self.seen(layer_idx)
+
+    def seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer in all slots, (batch, num_kv_heads, length, dim)."""
+        slots = slice(0, self.rows.length)
+        return self.buffer.keys[layer][:, :, slots], self.buffer.values[layer][:, :, slots]
 
     def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
         """Keep inputs of a layer's convolutions, give each row's with those of tokens before it.
