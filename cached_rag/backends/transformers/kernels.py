@@ -335,11 +335,11 @@ def attend_causal(
     """
     is_even, scale = keys.shape[3] == values.shape[3], how.factor(query.shape[3])
     if query.device.type == "cpu" and is_even and how.softcap is None:
-        return _cpu(query, keys, values, scale, causal=True)
+        return _flash(query, keys, values, scale, causal=True)
     groups = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     if how.softcap is None and _on_cuda(keys, values):
-        return _cuda(query, keys, values, scale, causal=True)
+        return _flash(query, keys, values, scale, causal=True)
     return reference(query, keys, values, scale, causal=True, softcap=how.softcap)
 
 
@@ -366,36 +366,24 @@ def reference(
     return (weights @ values.float()).to(query.dtype), lse
 
 
-def _flash(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> Attended:
-    """The device's flash kernel, which needs keys and values of one width."""
-    kernel = _cpu if query.device.type == "cpu" else _cuda
-    return kernel(query, keys, values, scale, causal=False)
-
-
-# The kernels that `attend` chooses from, by name.
-KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Attended]] = {
-    "flash": _flash,
-    "matmul": matmul_attention_lse,
-    "plain": reference,
-}
-
-
-def _cpu(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
+def _flash(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
 ) -> Attended:
-    """The kernel behind torch's attention on CPUs; it takes fewer KV heads than heads.
+    """The kernel behind torch's attention on this device; it needs keys and values of one width.
 
-    For a row that sees no key, output and lse are 0.
+    On a CPU it takes fewer KV heads than heads, and for a row that sees no key, output and lse are
+    0.
     """
-    output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
-        query, keys, values, 0.0, causal, scale=scale
-    )
-    return output, lse
-
-
-def _cuda(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *, causal: bool
-) -> Attended:
+    if query.device.type == "cpu":
+        output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, causal, scale=scale
+        )
+        return output, lse
     if query.dtype in _SMALL:
         found = _OPS._scaled_dot_product_flash_attention(
             query, keys, values, 0.0, causal, False, scale=scale
@@ -405,6 +393,14 @@ def _cuda(
             query, keys, values, None, True, 0.0, causal, scale=scale
         )
     return found[0], found[1][:, :, : query.shape[2]].float()  # some kernels pad the lse's rows
+
+
+# The kernels that `attend` chooses from, by name.
+KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Attended]] = {
+    "flash": _flash,
+    "matmul": matmul_attention_lse,
+    "plain": reference,
+}
 
 
 def _on_cuda(keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -417,7 +413,7 @@ def _on_cuda(keys: torch.Tensor, values: torch.Tensor) -> bool:
 @functools.cache
 def _cuda_works(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether torch's CUDA kernel may be used; torch may change it between versions."""
-    return gives_the_reference(_cuda, dtype, head_dim, device)
+    return gives_the_reference(_flash, dtype, head_dim, device)
 
 
 def gives_the_reference(
