@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -163,8 +164,6 @@ class Decoder:
         layers: the network's decoder layers, in order.
         is_fast: the model attends through `attention.py`; if not, all tokens enter it
             (see `prefill.py`).
-        parameters: names of the arguments of the network's forward method.
-        cache_name: which of them is the KV cache.
         keeps_what_it_reads: see `batch.keeps_what_it_reads`.
     """
 
@@ -173,13 +172,16 @@ class Decoder:
     layers: tuple[DecoderLayer, ...]
     is_fast: bool
     keeps_what_it_reads: bool = True
-    parameters: frozenset[str] = field(init=False)
-    cache_name: str = field(init=False)
 
-    def __post_init__(self) -> None:
-        names = inspect.signature(self.network.forward).parameters
-        object.__setattr__(self, "parameters", frozenset(names))
-        object.__setattr__(self, "cache_name", cache_argument(self.network))
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Names of the arguments of the network's forward method."""
+        return frozenset(inspect.signature(self.network.forward).parameters)
+
+    @cached_property
+    def cache_name(self) -> str:
+        """Which of them is the KV cache."""
+        return cache_argument(self.network)
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:

@@ -9,7 +9,6 @@ pass.
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -47,17 +46,6 @@ class LeanLayer(nn.Module):
         norm_*: a norm before or behind something, or of it; None where the layer has none.
     """
 
-    qkv: Callable[[torch.Tensor], torch.Tensor]
-    gate_up: Callable[[torch.Tensor], torch.Tensor]
-    o: Callable[[torch.Tensor], torch.Tensor]
-    down: Callable[[torch.Tensor], torch.Tensor]
-    norm_before_attention: nn.Module | None
-    norm_behind_attention: nn.Module | None
-    norm_before_mlp: nn.Module | None
-    norm_behind_mlp: nn.Module | None
-    norm_query: nn.Module | None
-    norm_key: nn.Module | None
-
     def __init__(self, layer: Any, index: int) -> None:
         """Take over the modules of a transformers model's layer; the first projections are fused.
 
@@ -67,16 +55,22 @@ class LeanLayer(nn.Module):
         super().__init__()
         own, mlp = layer.self_attn, layer.mlp
         if hasattr(own, "qkv_proj"):
-            qkv, gate_up = own.qkv_proj, mlp.gate_up_proj
+            self.qkv, self.gate_up = own.qkv_proj, mlp.gate_up_proj
         else:
-            qkv = _fused([own.q_proj, own.k_proj, own.v_proj])
-            gate_up = _fused([mlp.gate_proj, mlp.up_proj])
-        parts = {"qkv": qkv, "gate_up": gate_up, "o": own.o_proj, "down": mlp.down_proj}
-        for name, part in (parts | _norms(layer)).items():
-            self.register_module(name, part)
+            self.qkv = _fused([own.q_proj, own.k_proj, own.v_proj])
+            self.gate_up = _fused([mlp.gate_proj, mlp.up_proj])
+        self.o, self.down = own.o_proj, mlp.down_proj
+        middle = _norm(layer, "post_attention_layernorm")
+        has_more = hasattr(layer, "post_feedforward_layernorm")  # there the same name means more
+        self.norm_before_attention = _norm(layer, "input_layernorm")
+        self.norm_behind_attention = middle if has_more else None
+        self.norm_before_mlp = _norm(layer, "pre_feedforward_layernorm") if has_more else middle
+        self.norm_behind_mlp = _norm(layer, "post_feedforward_layernorm")
+        self.norm_query, self.norm_key = _norm(own, "q_norm"), _norm(own, "k_norm")
         self.layer_idx, self.dim = index, own.head_dim
-        queries, width = own.o_proj.in_features, qkv.out_features
-        self.sizes = [queries, (width - queries) // 2, (width - queries) // 2]
+        queries = own.o_proj.in_features
+        keys = (self.qkv.out_features - queries) // 2
+        self.sizes = [queries, keys, keys]
         self.scaling = own.scaling
         self.softcap = getattr(own, "attn_logit_softcapping", None)  # Gemma 2
         self.rotates = bool(getattr(own, "use_rope", True))
@@ -122,7 +116,8 @@ class LeanLayer(nn.Module):
         found, _ = attention(
             self, asked, keys, values, None, scaling=self.scaling, softcap=self.softcap
         )
-        return self.o(found.reshape(batch, rows, -1))
+        projected: torch.Tensor = self.o(found.reshape(batch, rows, -1))
+        return projected
 
     def _projected(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each (batch, num_rows, heads, dim), the first two normed."""
@@ -178,9 +173,9 @@ class LeanModel(nn.Module):
         self.layers = nn.ModuleList(LeanLayer(one.module, n) for n, one in enumerate(layers))
         self.norm = lean_norm(inner.norm)
         self.lm_head = own.get_output_embeddings()
-        # The kind of rotation that each layer asks for; one for all but models with windows.
+        # What each layer's rotation is asked for by; nothing but for models with windows.
         asks_kind = "layer_type" in inspect.signature(inner.rotary_emb.forward).parameters
-        self._types = tuple(layer.kind if asks_kind else "" for layer in layers)
+        self._types = tuple((layer.kind,) if asks_kind else () for layer in layers)
         self._embedding_factor = getattr(inner, "embedding_multiplier", 1.0)
         self._finish = _finisher(own.config.get_text_config())
 
@@ -205,20 +200,15 @@ class LeanModel(nn.Module):
         hidden = self.embed_tokens(input_ids)
         if self._embedding_factor != 1.0:
             hidden = hidden * self._embedding_factor
-        tables = self._rotary(hidden, position_ids)
+        tables = {
+            kind: signed(*self.rotary_emb(hidden, position_ids, *kind)) for kind in set(self._types)
+        }
         for layer, kind in zip(self.layers, self._types, strict=True):
             hidden = layer(hidden, position_embeddings=tables[kind], cache=cache)
         if logits_to_keep is None:
             return SimpleNamespace(logits=None)
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         return SimpleNamespace(logits=self._finish(self.lm_head(self.norm(hidden[:, rows]))))
-
-    def _rotary(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Rotary]:
-        """Cosines and sines for each kind of layer."""
-        kinds = set(self._types)
-        if kinds == {""}:
-            return {"": signed(*self.rotary_emb(hidden, position_ids))}
-        return {kind: signed(*self.rotary_emb(hidden, position_ids, kind)) for kind in kinds}
 
 
 def _finisher(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -251,52 +241,36 @@ def lean_model(model: Any) -> LeanModel | None:
     return LeanModel(model) if are_plain else None
 
 
-def _norms(layer: Any) -> dict[str, nn.Module | None]:
-    """A layer's norms: one name means another place where there are norms behind the sums, too."""
-
-    def norm(name: str, owner: Any = layer) -> nn.Module | None:
-        found = getattr(owner, name, None)
-        return None if found is None else lean_norm(found)
-
-    has_more = hasattr(layer, "post_feedforward_layernorm")
-    middle = norm("post_attention_layernorm")
-    return {
-        "norm_before_attention": norm("input_layernorm"),
-        "norm_behind_attention": middle if has_more else None,
-        "norm_before_mlp": norm("pre_feedforward_layernorm") if has_more else middle,
-        "norm_behind_mlp": norm("post_feedforward_layernorm"),
-        "norm_query": norm("q_norm", layer.self_attn),
-        "norm_key": norm("k_norm", layer.self_attn),
-    }
+def _norm(owner: Any, name: str) -> nn.Module | None:
+    found = getattr(owner, name, None)
+    return None if found is None else lean_norm(found)
 
 
 def _fused(linears: Sequence[nn.Linear | StoredLinear]) -> nn.Linear | StoredLinear:
     """One linear layer with the outputs of several, which remember their part of it as `whole`."""
-    sizes = [linear.out_features for linear in linears]
-    ends = list(itertools.accumulate(sizes))
     stored = [linear for linear in linears if isinstance(linear, StoredLinear)]
     if len(stored) == len(linears):
         whole: nn.Linear | StoredLinear = StoredLinear.joined(stored)
     else:
         dtype = next(one.weight.dtype for one in linears if isinstance(one, nn.Linear))
-        whole = _dense([_ordinary(linear, dtype) for linear in linears], sizes)
-    for linear, begin, end in zip(linears, [0, *ends], ends, strict=False):
+        whole = _dense(
+            [one if isinstance(one, nn.Linear) else dense_of(one, dtype) for one in linears]
+        )
+    end = 0
+    for linear in linears:
+        begin, end = end, end + linear.out_features
         vars(linear)["whole"] = (whole, slice(begin, end))  # not as a part of the module
     return whole
 
 
-def _ordinary(linear: nn.Linear | StoredLinear, dtype: torch.dtype) -> nn.Linear:
-    return dense_of(linear, dtype) if isinstance(linear, StoredLinear) else linear
-
-
-def _dense(linears: Sequence[nn.Linear], sizes: Sequence[int]) -> nn.Linear:
+def _dense(linears: Sequence[nn.Linear]) -> nn.Linear:
     """As `_fused`, for ordinary layers, whose weights become views of the whole's."""
-    first = linears[0]
+    first, sizes = linears[0], [linear.out_features for linear in linears]
     whole = nn.Linear(first.in_features, sum(sizes), bias=first.bias is not None, device="meta")
-    for name in ("weight", "bias") if first.bias is not None else ("weight",):
+    for name, _ in first.named_parameters():
         every = torch.cat([getattr(linear, name).data for linear in linears])
         setattr(whole, name, nn.Parameter(every, requires_grad=False))
-        for linear, part in zip(linears, torch.split(every, list(sizes)), strict=True):
+        for linear, part in zip(linears, torch.split(every, sizes), strict=True):
             getattr(linear, name).data = part
     forms = [form for linear in linears if (form := form_of(linear))]
     groups = [form for form in forms if isinstance(form, Groups)]
