@@ -131,13 +131,13 @@ class Step:
         """Names of the kernels that compute, those of shared parts first."""
         batch, heads = self.query.shape[2], self.query.shape[1]
         found = []
-        for part in (part for parts in self.cache.parts(0) for part in parts):
+        for part in (*self.cache.shared, *self.cache.private):
             if isinstance(part, Padded):
                 found.append("padded")
                 continue
             tokens = batch if part.tokens is None else 1
-            group = heads // part.keys.shape[1]
-            found.append(kernel_of(tokens * group, part.keys, part.values))
+            group = heads // part.keys[0].shape[1]
+            found.append(kernel_of(tokens * group, part.keys[0], part.values[0]))
         return ", ".join(dict.fromkeys(found))
 
 

@@ -154,6 +154,12 @@ def whole_attention(query, keys, values):
     return torch.stack([output[0, :, 0] for output, _ in found])
 
 
+def part(sides, tokens):
+    """A run of one layer."""
+    keys, values = sides
+    return Part([keys], [values], tokens)
+
+
 @pytest.mark.parametrize("counts", [(1, 1, 1), (4, 1, 6)])
 def test_relayed_attention_equals_attention_over_the_concatenation(counts):
     """A tree: one run seen by all rows, one by two of them, and each row's own."""
@@ -163,17 +169,17 @@ def test_relayed_attention_equals_attention_over_the_concatenation(counts):
     begins = [0, counts[0], counts[0] + counts[1]]
     where = [slice(b, b + c) for b, c in zip(begins, counts, strict=True)]
     both = torch.tensor([i for w in (where[0], where[2]) for i in range(w.start, w.stop)])
-    private = [Part(*sides, w) for sides, w in zip(own, where, strict=True)]
+    private = [part(sides, w) for sides, w in zip(own, where, strict=True)]
     every = slice(None)
-    shared = [Part(*system, every), Part(*document, both)]
-    relayed = relay_attention(query, shared, private, Scoring())
+    shared = [part(system, every), part(document, both)]
+    relayed = relay_attention(query, shared, private, 0, Scoring())
     for row, held in enumerate(((system, document), (system,), (system, document))):
         runs = [*held, own[row]]
         keys, values = (torch.cat([run[side] for run in runs], 2) for side in (0, 1))
         expected = whole_attention(query[where[row]], keys, values)
         assert torch.allclose(relayed[where[row]], expected, atol=1e-5)
     everyone = relay_attention(
-        query, [Part(*system, every), Part(*document, every)], private, Scoring()
+        query, [part(system, every), part(document, every)], private, 0, Scoring()
     )
     assert not torch.allclose(everyone[where[1]], relayed[where[1]], atol=1e-3)
     assert torch.allclose(everyone[where[0]], relayed[where[0]], atol=1e-5)
@@ -191,15 +197,16 @@ def test_rows_of_a_slab_are_attended_together(dtype):
     system = kv(20, 1, dtype)
     seen = slice(1, 5)
     together = Padded(
-        slab.whole.keys[0, seen],
-        slab.whole.values[0, seen],
+        slab.whole.keys[:, seen],
+        slab.whole.values[:, seen],
         mask_of(spans, 1, 4, slab.whole.keys),
         torch.tensor([3, 0, 1]),
         torch.tensor([0, 1, 3]),
+        torch.tensor([16, 39, 2]),
     )
     other = kv(9, 2, dtype)
-    private = [together, Part(*other, slice(2, 3))]
-    relayed = relay_attention(query, [Part(*system, slice(None))], private, Scoring())
+    private = [together, part(other, slice(2, 3))]
+    relayed = relay_attention(query, [part(system, slice(None))], private, 0, Scoring())
     sides = [(slab.whole.keys[0, row], slab.whole.values[0, row]) for row in range(5)]
     runs = [
         [side[None, :, 5:40] for side in sides[2]],

@@ -87,17 +87,18 @@ def test_relayed_and_copied_attention_give_the_same(shared, batch):
     steps = make_steps(shapes(), HEADS, batch, shared, private=7)
     relayed, copied = steps["relay"].attend(), steps["copied"].attend()
     assert torch.allclose(relayed, copied, atol=1e-5)
-    (common,), (own, *_) = steps["relay"].cache.parts(0)
-    query = steps["relay"].query
+    cache, query = steps["relay"].cache, steps["relay"].query
+    (common,), (own, *_) = cache.shared, cache.private
+    ahead = common.keys[0], common.values[0]
     keys, values = (
-        torch.cat([ahead, mine[own.rows[0]][None, :, :7]], 2)
-        for ahead, mine in ((common.keys, own.keys), (common.values, own.values))
+        torch.cat([run, mine[0][own.rows[0]][None, :, :7]], 2)
+        for run, mine in zip(ahead, (own.keys, own.values), strict=True)
     )
     token = int(own.tokens[0])
     folded = query[:, :, token].view(1, KV_HEADS, -1, DIM)
     expected, _ = reference(folded, keys, values, DIM**-0.5)
     assert torch.allclose(relayed[0, :, token], expected.reshape(HEADS, DIM), atol=1e-5)
-    alone, _ = reference(folded, common.keys, common.values, DIM**-0.5)
+    alone, _ = reference(folded, *ahead, DIM**-0.5)
     assert not torch.allclose(relayed[0, :, token], alone.reshape(HEADS, DIM), atol=1e-3)
 
 

@@ -29,6 +29,7 @@ from transformers.masking_utils import sdpa_mask
 
 from cached_rag.backends.transformers import kernels
 from cached_rag.backends.transformers.kernels import Attended, Scoring
+from cached_rag.kv.layers import Ragged
 
 IMPLEMENTATION = "cached_rag"
 _BLOCK_ROWS = 128
@@ -45,13 +46,18 @@ class Part:
     """A run of keys, and the tokens of the batch that see it.
 
     Attributes:
-        keys, values: (1, num_kv_heads, num_keys, dim).
+        keys, values: of each layer (1, num_kv_heads, num_keys, dim).
         tokens: which of the batch's tokens see the keys.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Sequence[torch.Tensor] | Ragged
+    values: Sequence[torch.Tensor] | Ragged
     tokens: slice | torch.Tensor
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy the run's tokens from the batch's (1, num_kv_heads, num_tokens, dim) KV."""
+        self.keys[layer].copy_(keys[:, :, self.tokens])
+        self.values[layer].copy_(values[:, :, self.tokens])
 
 
 @dataclass(frozen=True)
@@ -59,21 +65,32 @@ class Padded:
     """Several rows with one token each, their own keys side by side in one padded tensor.
 
     Attributes:
-        keys, values: (num_rows, num_kv_heads, num_keys, dim).
+        keys, values: of each layer (num_rows, num_kv_heads, num_keys, dim).
         mask: (num_rows, 1, 1, num_keys), see `attend_padded`.
         tokens: (n,) which of the batch's tokens these are.
         rows: (n,) for each of these tokens, the index of its row in `keys`.
+        at: (n,) for each of them, the index of its own key in the row.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Sequence[torch.Tensor] | Ragged
+    values: Sequence[torch.Tensor] | Ragged
     mask: torch.Tensor
     tokens: torch.Tensor
     rows: torch.Tensor
+    at: torch.Tensor
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Part.write`."""
+        self.keys[layer][self.rows, :, self.at] = keys[0, :, self.tokens].transpose(0, 1)
+        self.values[layer][self.rows, :, self.at] = values[0, :, self.tokens].transpose(0, 1)
 
 
 def relay_attention(
-    query: torch.Tensor, shared: Sequence[Part], private: Sequence[Part | Padded], how: Scoring
+    query: torch.Tensor,
+    shared: Sequence[Part],
+    private: Sequence[Part | Padded],
+    layer: int,
+    how: Scoring,
 ) -> torch.Tensor:
     """Attention of a batch's tokens over the runs that rows share and over each row's own keys.
 
@@ -88,14 +105,18 @@ def relay_attention(
         (num_tokens, num_heads, value_dim).
     """
     count, heads, _ = query.shape
-    output = query.new_empty(count, heads, private[0].values.shape[-1], dtype=torch.float32)
+    width = private[0].values[layer].shape[-1]
+    output = query.new_empty(count, heads, width, dtype=torch.float32)
     lse = query.new_empty(count, heads, dtype=torch.float32)
     for own in private:
-        found = _private(query, own, how)
+        if isinstance(own, Padded):
+            found = _padded(query, own, layer, how)
+        else:
+            found = _private(query, own, layer, how)
         output[own.tokens], lse[own.tokens] = found[0].float(), found[1]
     for part in shared:
         at = part.tokens
-        found = _seen_by_all(query[at], part.keys, part.values, how)
+        found = _seen_by_all(query[at], part.keys[layer], part.values[layer], how)
         output[at], lse[at] = merge((output[at], lse[at]), found)
     return how.with_sinks(output, lse).to(query.dtype)
 
@@ -107,32 +128,30 @@ def merge(first: Attended, second: Attended) -> Attended:
     return parts[0] + parts[1], lse
 
 
-def _padded(query: torch.Tensor, own: Padded, how: Scoring) -> Attended:
+def _padded(query: torch.Tensor, own: Padded, layer: int, how: Scoring) -> Attended:
     """As `_private`, for several rows with one token each."""
-    count, kv_heads = own.keys.shape[:2]
+    keys, values = own.keys[layer], own.values[layer]
+    count, kv_heads = keys.shape[:2]
     _, heads, dim = query.shape
     asked = query.new_zeros(count, heads, dim)
     asked[own.rows] = query[own.tokens]
     folded = asked.view(count, kv_heads, -1, dim)
-    found, lse = kernels.attend_padded(folded, own.keys, own.values, own.mask, how)
+    found, lse = kernels.attend_padded(folded, keys, values, own.mask, how)
     return found.reshape(count, heads, -1)[own.rows], lse.reshape(count, heads)[own.rows]
 
 
-def _private(query: torch.Tensor, part: Part | Padded, how: Scoring) -> Attended:
+def _private(query: torch.Tensor, part: Part, layer: int, how: Scoring) -> Attended:
     """A row's tokens over its own keys: (tokens, num_heads, value_dim), (tokens, num_heads) lse."""
-    if isinstance(part, Padded):
-        return _padded(query, part, how)
-    asked = query[part.tokens]
-    before = part.keys.shape[2] - len(asked)
+    asked, keys, values = query[part.tokens], part.keys[layer], part.values[layer]
     if len(asked) == 1:
-        return _seen_by_all(asked, part.keys, part.values, how)
-    fresh = part.keys[:, :, before:], part.values[:, :, before:]
+        return _seen_by_all(asked, keys, values, how)
+    before = keys.shape[2] - len(asked)
+    fresh = keys[:, :, before:], values[:, :, before:]
     found, lse = kernels.attend_causal(asked.transpose(0, 1)[None], *fresh, how)
     own = found[0].transpose(0, 1), lse[0].transpose(0, 1)
     if not before:
         return own
-    earlier = part.keys[:, :, :before], part.values[:, :, :before]
-    return merge(own, _seen_by_all(asked, *earlier, how))
+    return merge(own, _seen_by_all(asked, keys[:, :, :before], values[:, :, :before], how))
 
 
 def _seen_by_all(

@@ -36,54 +36,31 @@ from cached_rag.kv.layers import KVShapes, by_layer, stacks_of
 from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, mask_of, pieces
 
 
-class _Layers:
+def _part(piece: Piece, tokens: slice | torch.Tensor) -> Part:
     """A run of a buffer, one view per layer, and the batch's tokens that see it."""
-
-    def __init__(self, piece: Piece, tokens: slice | torch.Tensor) -> None:
-        there = slice(piece.begin, piece.end)
-        at = (slice(None), slice(None), slice(None), there)
-        self.keys, self.values = by_layer(piece.buffer.keys[at]), by_layer(piece.buffer.values[at])
-        self.tokens = tokens
-
-    def part(self, layer: int) -> Part:
-        """One layer's keys and values."""
-        return Part(self.keys[layer], self.values[layer], self.tokens)
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy the run's tokens from the batch's (1, num_kv_heads, num_tokens, dim) KV."""
-        self.keys[layer].copy_(keys[:, :, self.tokens])
-        self.values[layer].copy_(values[:, :, self.tokens])
+    at = (slice(None), slice(None), slice(None), slice(piece.begin, piece.end))
+    return Part(by_layer(piece.buffer.keys[at]), by_layer(piece.buffer.values[at]), tokens)
 
 
-class _SlabLayers:
-    """Rows of one slab with one new token each, as one view per layer."""
+def _padded(slab: Slab, members: Sequence[tuple[SlabRow, Piece, int]]) -> Padded:
+    """Rows of one slab with one new token each, as one view per layer.
 
-    def __init__(self, slab: Slab, members: Sequence[tuple[SlabRow, Piece, int]]) -> None:
-        """Look up where the rows lie in the slab.
-
-        Args:
-            members: for each row: the row, its piece of KV, and its token's index in the batch.
-        """
-        spans = {row.row: (piece.begin, piece.end) for row, piece, _ in members}
-        first, last = min(spans), max(spans)
-        keys, values = slab.whole.keys, slab.whole.values
-        self.mask = mask_of(spans, first, last, stacks_of(keys)[0])
-        rows, seen = slice(first, last + 1), slice(0, self.mask.shape[3])
-        at = (slice(None), rows, slice(None), seen)
-        self.keys, self.values = by_layer(keys[at]), by_layer(values[at])
-        device = keys.device
-        self.tokens = torch.tensor([token for *_, token in members], device=device)
-        self.rows = torch.tensor([row.row - first for row, *_ in members], device=device)
-        self._at = torch.tensor([piece.end - 1 for _, piece, _ in members], device=device)
-
-    def part(self, layer: int) -> Padded:
-        """One layer's keys and values."""
-        return Padded(self.keys[layer], self.values[layer], self.mask, self.tokens, self.rows)
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy the rows' tokens from the batch's (1, num_kv_heads, num_tokens, dim) KV."""
-        self.keys[layer][self.rows, :, self._at] = keys[0, :, self.tokens].transpose(0, 1)
-        self.values[layer][self.rows, :, self._at] = values[0, :, self.tokens].transpose(0, 1)
+    Args:
+        members: for each row: the row, its piece of KV, and its token's index in the batch.
+    """
+    spans = {row.row: (piece.begin, piece.end) for row, piece, _ in members}
+    first, last = min(spans), max(spans)
+    keys, values = slab.whole.keys, slab.whole.values
+    mask = mask_of(spans, first, last, stacks_of(keys)[0])
+    at = (slice(None), slice(first, last + 1), slice(None), slice(0, mask.shape[3]))
+    return Padded(
+        by_layer(keys[at]),
+        by_layer(values[at]),
+        mask,
+        torch.tensor([token for *_, token in members], device=keys.device),
+        torch.tensor([row.row - first for row, *_ in members], device=keys.device),
+        torch.tensor([piece.end - 1 for _, piece, _ in members], device=keys.device),
+    )
 
 
 class BatchCache(Cache):  # type: ignore[misc]
@@ -95,6 +72,8 @@ class BatchCache(Cache):  # type: ignore[misc]
 
     Attributes:
         tokens: which of the batch's tokens are each row's.
+        shared: runs of keys that their tokens see whole.
+        private: the rows' own keys.
         is_read_again: some layers keep nothing, and attend to what an earlier one keeps.
     """
 
@@ -106,10 +85,10 @@ class BatchCache(Cache):  # type: ignore[misc]
         self.tokens = [slice(*run) for run in pairwise([0, *ends])]
         self._by_row = list(zip(batch, self.tokens, strict=True))
         self._longest = max(ahead.end for ahead in batch)
-        self._shared: list[_Layers] = []
-        self._private: list[_Layers | _SlabLayers] = []
+        self.shared: list[Part] = []
+        self.private: list[Part | Padded] = []
         self._scattered: list[tuple[RowCache, slice]] = []
-        self._fresh: list[_Layers | _SlabLayers] = []
+        self._fresh: list[Part | Padded] = []
         self._last = 0  # no token behind this one looks at what is divided here
         for ahead, tokens in self._by_row:
             if ahead.slots is None:
@@ -136,17 +115,17 @@ class BatchCache(Cache):  # type: ignore[misc]
         for piece in pieces(runs):
             row = self._ends_with(piece)
             if row is None:
-                self._shared.append(_Layers(piece, self._seeing(piece)))
+                self.shared.append(_part(piece, self._seeing(piece)))
                 continue
             tokens, own = self.tokens[row], piece.buffer
             if isinstance(own, SlabRow) and tokens.stop - tokens.start == 1:
                 slabs.setdefault(own.slab, []).append((own, piece, tokens.start))
             else:
                 kv = self._batch[row].kv
-                self._private.append(_Layers(piece, tokens))
-                self._fresh.append(_Layers(replace(piece, begin=kv.at(kv.length)), tokens))
-        together = [_SlabLayers(slab, members) for slab, members in slabs.items()]
-        self._private += together
+                self.private.append(_part(piece, tokens))
+                self._fresh.append(_part(replace(piece, begin=kv.at(kv.length)), tokens))
+        together = [_padded(slab, members) for slab, members in slabs.items()]
+        self.private += together
         self._fresh += together
 
     def _ends_with(self, piece: Piece) -> int | None:
@@ -214,12 +193,7 @@ class BatchCache(Cache):  # type: ignore[misc]
         """The same for tokens that are appended, rows first; of others before them anything."""
         if how.window is not None and how.window < self._longest:
             return self._within(query, how.window, how)
-        return relay_attention(query, *self.parts(self._layer), how)
-
-    def parts(self, layer: int) -> tuple[list[Part], list[Part | Padded]]:
-        """One layer's keys and values: runs that their tokens see whole, and the rows' own."""
-        shared = [part.part(layer) for part in self._shared]
-        return shared, [part.part(layer) for part in self._private]
+        return relay_attention(query, self.shared, self.private, self._layer, how)
 
     def _within(self, query: torch.Tensor, window: int, how: Scoring) -> torch.Tensor:
         """Attention of single tokens over their sliding windows, row by row; no run is shared."""
@@ -264,10 +238,6 @@ class BatchCache(Cache):  # type: ignore[misc]
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
         """The same for masks."""
         return self.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Sizes that transformers asks for; `attend` uses no mask of its making."""
-        return self._longest + query_length, 0
 
 
 def _row_cache(ahead: StepInput, windows: tuple[int | None, ...]) -> RowCache:
