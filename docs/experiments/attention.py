@@ -16,7 +16,7 @@ import torch
 from cached_rag.backends.base import StepInput
 from cached_rag.backends.transformers.attention import Padded
 from cached_rag.backends.transformers.batch import BatchCache
-from cached_rag.backends.transformers.kernels import Scoring, kernel_of
+from cached_rag.backends.transformers.kernels import KV, Scoring, kernel_of
 from cached_rag.backends.transformers.model import LanguageModel
 from cached_rag.evaluation.summary import new_figure, save
 from cached_rag.kv.buffer import KVBuffer
@@ -125,7 +125,7 @@ class Step:
 
     def attend(self) -> torch.Tensor:
         """(1, num_heads, batch, value_dim)."""
-        return self.cache.attend(self.query, self.query, self.query, Scoring())
+        return self.cache.attend(0, self.query, KV(self.query, self.query), Scoring())
 
     def kernels(self) -> str:
         """Names of the kernels that compute, those of shared parts first."""
@@ -136,8 +136,8 @@ class Step:
                 found.append("padded")
                 continue
             tokens = batch if part.tokens is None else 1
-            group = heads // part.keys[0].shape[1]
-            found.append(kernel_of(tokens * group, part.keys[0], part.values[0]))
+            kv = part.of(0)
+            found.append(kernel_of(tokens * (heads // kv.keys.shape[1]), kv))
         return ", ".join(dict.fromkeys(found))
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from cached_rag.backends.transformers.kernels import KERNELS, kernel_of
+from cached_rag.backends.transformers.kernels import KERNELS, KV, kernel_of
 from cached_rag.errors import ConfigError
 from cached_rag.kv.layers import KVShapes
 from docs.experiments.cold import cold_ms
@@ -69,8 +69,8 @@ def _timed(shapes: KVShapes, tokens: int, rows: int, keys: int, repeats: int) ->
         size = (1, shapes.kinds[0].heads, count, shapes.kinds[0].key_dim)
         return torch.randn(size, dtype=shapes.dtype, device=shapes.device)
 
-    held = draw(keys), draw(keys)
+    held = KV(draw(keys), draw(keys))
     scale = shapes.kinds[0].key_dim ** -0.5
-    ways = {name: partial(KERNELS[name], draw(rows), *held, scale) for name in _COMPARED}
+    ways = {name: partial(KERNELS[name], draw(rows), held, scale) for name in _COMPARED}
     flash, matmul = cold_ms(ways, repeats, shapes.device).values()
-    return KernelRow(tokens, rows, keys, flash, matmul, flash / matmul, kernel_of(rows, *held))
+    return KernelRow(tokens, rows, keys, flash, matmul, flash / matmul, kernel_of(rows, held))

@@ -13,7 +13,7 @@ import torch
 from conftest import CHUNKS, NEW_PROMPTS, RELOCATABLE, TEMPLATE, ask, plain_logits, tiny_model
 
 from cached_rag import Engine, StoreConfig, wrap_model
-from cached_rag.backends.transformers.kernels import Scoring, attend, attend_causal, reference
+from cached_rag.backends.transformers.kernels import KV, Scoring, attend, attend_causal, reference
 from cached_rag.spi import LanguageModel
 
 DEVICE = os.environ.get("CACHED_RAG_TEST_DEVICE", "cuda")
@@ -108,10 +108,13 @@ def test_kernels_give_output_and_lse_of_the_reference(dtype, head_dim):
     atol = 1e-4 if dtype == torch.float32 else 0.04
     scale = head_dim**-0.5
     for found, want in (
-        (attend(query, keys, values, Scoring(scale)), reference(query, keys, values, scale)),
         (
-            attend_causal(query, keys, values, Scoring(scale)),
-            reference(query, keys, values, scale, causal=True),
+            attend(query, KV(keys, values), Scoring(scale)),
+            reference(query, KV(keys, values), scale),
+        ),
+        (
+            attend_causal(query, KV(keys, values), Scoring(scale)),
+            reference(query, KV(keys, values), scale, causal=True),
         ),
     ):
         for one, other in zip(found, want, strict=True):

@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from cached_rag.backends.transformers import attention, kernels
 from cached_rag.backends.transformers.attention import Rows
 from cached_rag.backends.transformers.kernels import (
+    KV,
     Scoring,
     matmul_attention,
     matmul_attention_lse,
@@ -42,10 +43,10 @@ def test_scattered_rows_in_bf16_match_masked_attention_in_fp32(slots, window, ba
     expected = F.scaled_dot_product_attention(
         query, keys, values, attn_mask=visible, enable_gqa=True
     )
-    exact = rows.attend(query, keys, values, Scoring(window=window))
+    exact = rows.attend(query, KV(keys, values), Scoring(window=window))
     assert torch.allclose(exact, expected, atol=1e-5)
     half = [tensor.bfloat16() for tensor in (query, keys, values)]
-    rounded = Rows(torch.tensor(slots), 250).attend(*half, Scoring(window=window))
+    rounded = Rows(torch.tensor(slots), 250).attend(half[0], KV(*half[1:]), Scoring(window=window))
     assert torch.allclose(rounded.float(), expected, atol=3e-2)
 
 
@@ -57,7 +58,7 @@ def test_neighbouring_rows_need_no_mask_where_there_are_matrix_units(
     whole = Rows._attend_unmasked
     monkeypatch.setattr(Rows, "_attend_unmasked", lambda *a: used.append(a) or whole(*a))
     query, keys, values = (torch.randn(1, 2, n, 16).bfloat16() for n in (count, 100, 100))
-    Rows(torch.arange(100 - count, 100), 100).attend(query, keys, values, Scoring())
+    Rows(torch.arange(100 - count, 100), 100).attend(query, KV(keys, values), Scoring())
     assert len(used) == (taken if units else 0)
 
 
@@ -67,12 +68,12 @@ def test_a_whole_prompt_is_computed_in_blocks_where_products_are_faster(count, s
     torch.manual_seed(0)
     query, keys, values = (torch.randn(1, 2, count, 16).bfloat16() for _ in range(3))
     rows, how = Rows(torch.arange(count), count), Scoring(softcap=softcap)
-    found = rows.attend(query, keys, values, how)
+    found = rows.attend(query, KV(keys, values), how)
     in_blocks = count > 128 and (softcap is not None or not units)
     assert len(rows._plans[None]) == (2 if in_blocks else 1)
     full = [tensor.float() for tensor in (query, keys, values)]
     mask = torch.ones(count, count, dtype=torch.bool).tril()
-    expected = kernels.plain_attention(*full, mask, how)
+    expected = kernels.plain_attention(full[0], KV(*full[1:]), mask, how)
     assert torch.allclose(found.float(), expected, atol=3e-2)
 
 
@@ -82,23 +83,23 @@ def test_a_gpus_blocks_are_smaller_where_the_scores_of_all_heads_lie_in_memory(m
     query, keys, values = (torch.randn(1, 2, count, 16) for count in (300, 600, 600))
     for softcap, blocks in ((None, 2), (9.0, 3)):
         rows = Rows(torch.arange(0, 600, 2), 600)
-        rows.attend(query, keys, values, Scoring(softcap=softcap))
+        rows.attend(query, KV(keys, values), Scoring(softcap=softcap))
         assert len(rows._plans[None]) == blocks
 
 
 def test_it_serves_outside_of_inference_mode_after_it_served_inside():
     query, keys, values = (torch.randn(1, 2, 60, 16).bfloat16() for _ in range(3))
     with torch.inference_mode():
-        inside = matmul_attention(query, keys, values, None, None)
-    assert torch.equal(inside, matmul_attention(query, keys, values, None, None))
+        inside = matmul_attention(query, KV(keys, values), None, None)
+    assert torch.equal(inside, matmul_attention(query, KV(keys, values), None, None))
 
 
 def test_a_wrong_mask_is_noticed():
     torch.manual_seed(0)
     query, keys, values = (torch.randn(1, 2, 4, 16).bfloat16() for _ in range(3))
     causal = torch.full((4, 4), float("-inf")).triu(1).bfloat16()
-    masked = matmul_attention(query, keys, values, causal, None)
-    unmasked = matmul_attention(query, keys, values, None, None)
+    masked = matmul_attention(query, KV(keys, values), causal, None)
+    unmasked = matmul_attention(query, KV(keys, values), None, None)
     expected = F.scaled_dot_product_attention(query, keys, values, is_causal=True)
     assert torch.allclose(masked.float(), expected.float(), atol=3e-2)
     assert not torch.allclose(unmasked.float(), expected.float(), atol=3e-2)
@@ -118,12 +119,12 @@ def test_what_all_keys_have_in_common_costs_no_precision(far_keys):
     exact = F.scaled_dot_product_attention(
         *(tensor.float() for tensor in far_keys), enable_gqa=True
     )
-    found = matmul_attention(query, keys, values, None, None)
+    found = matmul_attention(query, KV(keys, values), None, None)
     assert torch.allclose(found.float(), exact, atol=0.05)
     grouped = query.view(1, 2, 80, 16)
-    merged, lse = matmul_attention_lse(grouped, keys, values, 0.25)
+    merged, lse = matmul_attention_lse(grouped, KV(keys, values), 0.25)
     assert torch.allclose(merged.view(1, 4, 40, 16).float(), exact, atol=0.05)
-    expected = reference(*(tensor.float() for tensor in (grouped, keys, values)), 0.25)[1]
+    expected = reference(grouped.float(), KV(keys.float(), values.float()), 0.25)[1]
     assert torch.allclose(lse, expected, atol=0.1)
     rows = Rows(torch.arange(40), 40)
     weights = head_mean(query[0], keys[0], rows, Scoring())

@@ -15,6 +15,7 @@ from cached_rag.backends.transformers import kernels
 from cached_rag.backends.transformers.attention import Padded, Part, merge, relay_attention
 from cached_rag.backends.transformers.kernels import (
     KERNELS,
+    KV,
     Scoring,
     attend,
     attend_causal,
@@ -44,8 +45,8 @@ def tokens(count, seed=0):
 def test_kernels_give_output_and_lse_of_the_reference(dtype, count):
     query = torch.randn(1, KV_HEADS, 500, DIM).to(dtype)
     keys, values = kv(count, dtype=dtype)
-    output, lse = attend(query, keys, values, Scoring(0.3))
-    expected, expected_lse = reference(query, keys, values, 0.3)
+    output, lse = attend(query, KV(keys, values), Scoring(0.3))
+    expected, expected_lse = reference(query, KV(keys, values), 0.3)
     atol = 1e-4 if dtype == torch.float32 else 0.04
     assert torch.allclose(output.float(), expected.float(), atol=atol)
     assert torch.allclose(lse, expected_lse, atol=atol)
@@ -68,17 +69,17 @@ def test_the_kernel_is_chosen_by_rows_and_keys(monkeypatch):
     ):
         keys, values = kv(count, dtype=torch.bfloat16)
         query = torch.randn(1, KV_HEADS, rows, DIM).bfloat16()
-        assert kernel_of(rows, keys, values) == expected
-        output, _ = attend(query, keys, values, Scoring(0.3))
+        assert kernel_of(rows, KV(keys, values)) == expected
+        output, _ = attend(query, KV(keys, values), Scoring(0.3))
         assert taken.pop() == expected
         assert torch.allclose(
-            output.float(), reference(query, keys, values, 0.3)[0].float(), atol=0.04
+            output.float(), reference(query, KV(keys, values), 0.3)[0].float(), atol=0.04
         )
-        assert kernel_of(rows, keys.float(), values.float()) == "flash"
-        assert kernel_of(rows, keys.float(), values[..., :5].float()) == "plain"
+        assert kernel_of(rows, KV(keys.float(), values.float())) == "flash"
+        assert kernel_of(rows, KV(keys.float(), values[..., :5].float())) == "plain"
     assert not taken
     monkeypatch.setattr(kernels, "flash_has_matrix_units", lambda: True)
-    assert kernel_of(9, *kv(11, dtype=torch.bfloat16)) == "flash"
+    assert kernel_of(9, KV(*kv(11, dtype=torch.bfloat16))) == "flash"
 
 
 def test_the_lse_does_not_need_the_first_key():
@@ -87,8 +88,8 @@ def test_the_lse_does_not_need_the_first_key():
     keys, values = kv(2000, dtype=torch.bfloat16)
     keys[:, :, 0] = -50 * query[:, :, :1].mean(2)
     keys[:, :, 1] = 50 * query[:, :, 7]
-    _, lse = attend(query, keys, values, Scoring(0.3))
-    _, expected = reference(query, keys, values, 0.3)
+    _, lse = attend(query, KV(keys, values), Scoring(0.3))
+    _, expected = reference(query, KV(keys, values), 0.3)
     scores = 0.3 * (query.float() @ keys.float().transpose(2, 3))
     assert (scores[..., 0] - expected).min() < -100
     assert torch.allclose(lse, expected, rtol=0.01, atol=0.5)  # of scores in bf16
@@ -97,20 +98,20 @@ def test_the_lse_does_not_need_the_first_key():
 def test_causal_kernels_too():
     query = tokens(33).transpose(0, 1)[None]
     keys, values = kv(33)
-    output, lse = attend_causal(query, keys, values, Scoring(0.3))
+    output, lse = attend_causal(query, KV(keys, values), Scoring(0.3))
     groups = HEADS // KV_HEADS
     wide = [side.repeat_interleave(groups, 1) for side in (keys, values)]
-    expected, expected_lse = reference(query, *wide, 0.3, causal=True)
+    expected, expected_lse = reference(query, KV(*wide), 0.3, causal=True)
     assert torch.allclose(output, expected, atol=1e-5)
     assert torch.allclose(lse, expected_lse, atol=1e-5)
-    uncausal, _ = reference(query, *wide, 0.3)
+    uncausal, _ = reference(query, KV(*wide), 0.3)
     assert not torch.allclose(output, uncausal, atol=1e-2)
 
 
 def test_values_of_another_width_take_the_plain_way():
     keys, _ = kv(40)
     values = torch.randn(1, KV_HEADS, 40, 5)
-    output, lse = attend(torch.randn(1, KV_HEADS, 3, DIM), keys, values, Scoring(0.3))
+    output, lse = attend(torch.randn(1, KV_HEADS, 3, DIM), KV(keys, values), Scoring(0.3))
     assert output.shape == (1, KV_HEADS, 3, 5)
     assert torch.isfinite(lse).all()
 
@@ -122,17 +123,17 @@ def test_padded_rows_keep_their_digits_where_scores_are_large(dtype):
     query[..., 0], keys[..., 0] = 512.0, 256.0  # Qwen 2's keys are far from 0, too
     values, mask = values[..., :5], torch.zeros(1, 1, 1, 40)
     query, keys, values = (side.to(dtype) for side in (query, keys, values))
-    found = kernels.attend_padded(query, keys, values, mask.to(dtype), Scoring(0.25))
-    for ours, theirs in zip(found, reference(query, keys, values, 0.25), strict=True):
+    found = kernels.attend_padded(query, KV(keys, values), mask.to(dtype), Scoring(0.25))
+    for ours, theirs in zip(found, reference(query, KV(keys, values), 0.25), strict=True):
         assert torch.allclose(ours.float(), theirs.float(), atol=0.05)
 
 
 def test_what_sees_nothing_weighs_nothing():
     query, none = torch.randn(1, KV_HEADS, 3, DIM), torch.zeros(1, KV_HEADS, 0, DIM)
-    nothing = reference(query, none, none, 1.0)
+    nothing = reference(query, KV(none, none), 1.0)
     assert torch.isneginf(nothing[1]).all()
     keys, values = kv(9)
-    whole = reference(query, keys, values, 1.0)
+    whole = reference(query, KV(keys, values), 1.0)
     merged = merge(whole, nothing)
     assert torch.allclose(merged[0], whole[0])
     assert torch.allclose(merged[1], whole[1])
@@ -146,7 +147,7 @@ def whole_attention(query, keys, values):
     found = [
         reference(
             query[i][None, :, None],
-            *(side[:, :, : side.shape[2] - count + 1 + i] for side in wide),
+            KV(*(side[:, :, : side.shape[2] - count + 1 + i] for side in wide)),
             DIM**-0.5,
         )
         for i in range(count)
@@ -377,5 +378,5 @@ def test_a_kernel_is_tried_where_it_is_used_and_again_if_there_was_no_memory(mon
     monkeypatch.setattr(kernels, "gives_the_reference", tried)
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
-            kernels._on_cuda(away, away)
+            kernels._on_cuda(KV(away, away))
     assert places == [away.device] * 2

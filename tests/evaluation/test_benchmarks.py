@@ -12,7 +12,7 @@ from doubles import Recording
 
 from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.backends.transformers import kernels
-from cached_rag.backends.transformers.kernels import reference
+from cached_rag.backends.transformers.kernels import KV, reference
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.timing import make_texts, medians, take_turns
 from cached_rag.kv.layers import KVShapes, LayerShape
@@ -96,9 +96,9 @@ def test_relayed_and_copied_attention_give_the_same(shared, batch):
     )
     token = int(own.tokens[0])
     folded = query[:, :, token].view(1, KV_HEADS, -1, DIM)
-    expected, _ = reference(folded, keys, values, DIM**-0.5)
+    expected, _ = reference(folded, KV(keys, values), DIM**-0.5)
     assert torch.allclose(relayed[0, :, token], expected.reshape(HEADS, DIM), atol=1e-5)
-    alone, _ = reference(folded, *ahead, DIM**-0.5)
+    alone, _ = reference(folded, KV(*ahead), DIM**-0.5)
     assert not torch.allclose(relayed[0, :, token], alone.reshape(HEADS, DIM), atol=1e-3)
 
 

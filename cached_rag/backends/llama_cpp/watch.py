@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from cached_rag.backends.transformers.attention import Rows
-from cached_rag.backends.transformers.kernels import Scoring
+from cached_rag.backends.transformers.kernels import KV, Scoring
 from cached_rag.backends.transformers.row_cache import head_mean
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.kv.layers import each
@@ -192,5 +192,5 @@ def _error(
         return math.inf
     query = query.view(1, count, -1, dim).transpose(1, 2)
     rows = Rows(torch.arange(count), count)
-    found = rows.attend(query, keys[None], values[None], how).transpose(1, 2).flatten()
+    found = rows.attend(query, KV(keys[None], values[None]), how).transpose(1, 2).flatten()
     return float((found - output).norm() / output.norm())

@@ -24,11 +24,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from cached_rag.backends.transformers import kernels
-from cached_rag.backends.transformers.kernels import Attended, Scoring
+from cached_rag.backends.transformers.kernels import KV, Attended, Scoring
 from cached_rag.kv.layers import Ragged
 
 IMPLEMENTATION = "cached_rag"
@@ -53,6 +53,10 @@ class Part:
     keys: Sequence[torch.Tensor] | Ragged
     values: Sequence[torch.Tensor] | Ragged
     tokens: slice | torch.Tensor
+
+    def of(self, layer: int) -> KV:
+        """One layer's."""
+        return KV(self.keys[layer], self.values[layer])
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy the run's tokens from the batch's (1, num_kv_heads, num_tokens, dim) KV."""
@@ -116,7 +120,7 @@ def relay_attention(
         output[own.tokens], lse[own.tokens] = found[0].float(), found[1]
     for part in shared:
         at = part.tokens
-        found = _seen_by_all(query[at], part.keys[layer], part.values[layer], how)
+        found = _seen_by_all(query[at], part.of(layer), how)
         output[at], lse[at] = merge((output[at], lse[at]), found)
     return how.with_sinks(output, lse).to(query.dtype)
 
@@ -130,43 +134,41 @@ def merge(first: Attended, second: Attended) -> Attended:
 
 def _padded(query: torch.Tensor, own: Padded, layer: int, how: Scoring) -> Attended:
     """As `_private`, for several rows with one token each."""
-    keys, values = own.keys[layer], own.values[layer]
-    count, kv_heads = keys.shape[:2]
+    kv = KV(own.keys[layer], own.values[layer])
+    count, kv_heads = kv.keys.shape[:2]
     _, heads, dim = query.shape
     asked = query.new_zeros(count, heads, dim)
     asked[own.rows] = query[own.tokens]
     folded = asked.view(count, kv_heads, -1, dim)
-    found, lse = kernels.attend_padded(folded, keys, values, own.mask, how)
+    found, lse = kernels.attend_padded(folded, kv, own.mask, how)
     return found.reshape(count, heads, -1)[own.rows], lse.reshape(count, heads)[own.rows]
 
 
 def _private(query: torch.Tensor, part: Part, layer: int, how: Scoring) -> Attended:
     """A row's tokens over its own keys: (tokens, num_heads, value_dim), (tokens, num_heads) lse."""
-    asked, keys, values = query[part.tokens], part.keys[layer], part.values[layer]
+    asked, kv = query[part.tokens], part.of(layer)
     if len(asked) == 1:
-        return _seen_by_all(asked, keys, values, how)
-    before = keys.shape[2] - len(asked)
-    fresh = keys[:, :, before:], values[:, :, before:]
-    found, lse = kernels.attend_causal(asked.transpose(0, 1)[None], *fresh, how)
+        return _seen_by_all(asked, kv, how)
+    before = kv.keys.shape[2] - len(asked)
+    fresh = kv.at(slice(before, None))
+    found, lse = kernels.attend_causal(asked.transpose(0, 1)[None], fresh, how)
     own = found[0].transpose(0, 1), lse[0].transpose(0, 1)
     if not before:
         return own
-    return merge(own, _seen_by_all(asked, keys[:, :, :before], values[:, :, :before], how))
+    return merge(own, _seen_by_all(asked, kv.at(slice(before)), how))
 
 
-def _seen_by_all(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
-) -> Attended:
+def _seen_by_all(query: torch.Tensor, kv: KV, how: Scoring) -> Attended:
     """As `_private`, for keys all of which every token sees."""
     count, heads, dim = query.shape
-    kv_heads = keys.shape[1]
+    kv_heads = kv.keys.shape[1]
     if count == 1:
-        found, lse = kernels.attend(query.view(1, kv_heads, -1, dim), keys, values, how)
+        found, lse = kernels.attend(query.view(1, kv_heads, -1, dim), kv, how)
         return found.reshape(1, heads, -1), lse.reshape(1, heads)
     # Tokens and the heads of a group become rows of one product, so each key is read once.
     folded = query.view(count, kv_heads, -1, dim).transpose(0, 1).reshape(1, kv_heads, -1, dim)
-    found, lse = kernels.attend(folded, keys, values, how)
-    found = found.view(kv_heads, count, -1, values.shape[3]).transpose(0, 1)
+    found, lse = kernels.attend(folded, kv, how)
+    found = found.view(kv_heads, count, -1, kv.values.shape[3]).transpose(0, 1)
     lse = lse.view(kv_heads, count, -1).transpose(0, 1)
     return found.reshape(count, heads, -1), lse.reshape(count, heads)
 
@@ -220,55 +222,47 @@ class Rows:
         """An index of the rows' slots: a slice if they are contiguous, which copies nothing."""
         return slice(self.first, self.last + 1) if self.is_contiguous else self.slots
 
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, kv: KV, how: Scoring) -> torch.Tensor:
         """Attention of every row over the keys it may see.
 
         Args:
             query: (batch, num_heads, num_rows, head_dim).
-            keys, values: (batch, num_kv_heads, length, dim).
+            kv: of all slots.
 
         Returns:
             (batch, num_heads, num_rows, value_dim).
         """
-        if self._needs_no_mask(query, keys, values, how):
-            return self._attend_unmasked(query, keys, values, how)
+        if self._needs_no_mask(query, kv, how):
+            return self._attend_unmasked(query, kv, how)
         is_bounded = how.softcap is not None or how.sinks is not None
         in_blocks = is_bounded or kernels.prefers_matmul(query)  # then no kernel is used for causal
         if how.window not in self._plans:
             heads = query.shape[1] if is_bounded else 1  # whose scores lie in memory at a time
             self._plans[how.window] = self._plan(how.window, heads, in_blocks=in_blocks)
         blocks = self._plans[how.window]
-        parts = [self._attend_block(block, query, keys, values, how) for block in blocks]
+        parts = [self._attend_block(block, query, kv, how) for block in blocks]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
-    def _needs_no_mask(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
-    ) -> bool:
+    def _needs_no_mask(self, query: torch.Tensor, kv: KV, how: Scoring) -> bool:
         """Whether `_attend_unmasked` is possible and the faster way."""
         has_end = how.window is not None and how.window <= self.last
         is_plain = how.softcap is None and how.sinks is None and not has_end
-        is_even = query.shape[0] == 1 and query.shape[3] == values.shape[3]
         behind = self.first > 0 and self.is_contiguous
-        if not (is_plain and is_even and behind):
+        if not (is_plain and behind and query.shape[0] == 1 and kv.is_even):
             return False
         if self._is_on_gpu:
             if query.dtype == torch.float32 or len(self) == 1:
                 return False
-            return kernels.kernel_of(len(self), keys, values) == "flash"
+            return kernels.kernel_of(len(self), kv) == "flash"
         is_flash = query.device.type == "cpu" and query.dtype == torch.bfloat16
         return is_flash and len(self) >= _UNMASKED_ROWS and kernels.flash_has_matrix_units()
 
-    def _attend_unmasked(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
-    ) -> torch.Tensor:
+    def _attend_unmasked(self, query: torch.Tensor, kv: KV, how: Scoring) -> torch.Tensor:
         """Neighbouring rows: the keys before the first row, which all see, then their own."""
-        before, own = slice(self.first), slice(self.first, self.last + 1)
-        folded = query.reshape(1, keys.shape[1], -1, query.shape[3])
-        output, lse = kernels.attend(folded, keys[:, :, before], values[:, :, before], how)
+        folded = query.reshape(1, kv.keys.shape[1], -1, query.shape[3])
+        output, lse = kernels.attend(folded, kv.at(slice(self.first)), how)
         seen = output.reshape(query.shape), lse.reshape(query.shape[:3])
-        among = kernels.attend_causal(query, keys[:, :, own], values[:, :, own], how)
+        among = kernels.attend_causal(query, kv.at(slice(self.first, self.last + 1)), how)
         return merge(seen, among)[0].to(query.dtype)
 
     def _plan(self, window: int | None, heads: int, *, in_blocks: bool) -> list[_Block]:
@@ -297,39 +291,26 @@ class Rows:
         return blocks
 
     def _attend_block(
-        self,
-        block: _Block,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        how: Scoring,
+        self, block: _Block, query: torch.Tensor, kv: KV, how: Scoring
     ) -> torch.Tensor:
-        query = query[:, :, block.rows]
-        keys, values = keys[:, :, block.keys], values[:, :, block.keys]
-        window = how.window
+        query, kv, window = query[:, :, block.rows], kv.at(block.keys), how.window
         if how.softcap is not None or how.sinks is not None:
             is_masked = block.masked or block.causal
             mask = self._mask(block, window, query.dtype) if is_masked else None
-            return kernels.plain_attention(query, keys, values, mask, how)
+            return kernels.plain_attention(query, kv, mask, how)
         mask = self._mask(block, window, query.dtype) if block.masked else None
         if kernels.prefers_matmul(query) and not block.causal:
             if mask is not None and window is None:  # all rows see the keys up to the first row's
                 mask = mask[:, int(self.slots[block.rows.start]) + 1 :]
-            return kernels.matmul_attention(query, keys, values, mask, how.scale)
-        groups, device = query.shape[1] // keys.shape[1], query.device.type
+            return kernels.matmul_attention(query, kv, mask, how.scale)
+        groups, device = query.shape[1] // kv.keys.shape[1], query.device.type
         # On other devices than a CPU only unmasked kernels take fewer KV heads than heads; with a
         # mask, torch would use a kernel that writes all scores to memory.
         grouped = groups > 1 and (device == "cpu" or (device == "cuda" and mask is None))
         if groups > 1 and not grouped:
-            keys, values = repeat_kv(keys, groups), repeat_kv(values, groups)
+            kv = kv.repeated(groups)
         return F.scaled_dot_product_attention(
-            query,
-            keys,
-            values,
-            attn_mask=mask,
-            is_causal=block.causal,
-            scale=how.scale,
-            enable_gqa=grouped,
+            query, *kv, mask, is_causal=block.causal, scale=how.scale, enable_gqa=grouped
         )
 
     def _mask(self, block: _Block, window: int | None, dtype: torch.dtype) -> torch.Tensor:
@@ -355,15 +336,11 @@ class Attending(Protocol):
     """What the attention function needs to know of the forward pass that is running."""
 
     @property
-    def rows(self) -> Rows:
-        """The rows that the current layer computes."""
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's sliding window."""
 
-    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, how: Scoring) -> None:
-        """Called with each layer's query and keys before the layer attends."""
+    def attend(self, layer: int, query: torch.Tensor, kv: KV, how: Scoring) -> torch.Tensor:
+        """A layer's attention, of the shapes that `Rows.attend` has."""
 
 
 _ACTIVE: ContextVar[Attending | None] = ContextVar("cached_rag_attending", default=None)
@@ -371,7 +348,7 @@ _ACTIVE: ContextVar[Attending | None] = ContextVar("cached_rag_attending", defau
 
 @contextmanager
 def attending(state: Attending) -> Iterator[None]:
-    """Inside this context, models set to `IMPLEMENTATION` attend through `state.rows`."""
+    """Inside this context, models set to `IMPLEMENTATION` attend through `state`."""
     token = _ACTIVE.set(state)
     try:
         yield
@@ -394,9 +371,8 @@ def attention(
     state = _ACTIVE.get()
     if state is None and (softcap is not None or sinks is not None):
         mask = _causal_mask(query, key) if attention_mask is None else attention_mask
-        output = kernels.plain_attention(
-            query, key, value, mask, Scoring(scaling, softcap=softcap, sinks=sinks)
-        )
+        how = Scoring(scaling, softcap=softcap, sinks=sinks)
+        output = kernels.plain_attention(query, KV(key, value), mask, how)
         return output.transpose(1, 2).contiguous(), None
     if state is None:
         output, _ = sdpa_attention_forward(
@@ -405,8 +381,7 @@ def attention(
         return output, None
     layer: int = module.layer_idx  # type: ignore[assignment]
     how = Scoring(scaling, state.windows[layer], softcap, sinks)
-    state.observe(layer, query, key, how)
-    output = state.rows.attend(query, key, value, how)
+    output = state.attend(layer, query, KV(key, value), how)
     return output.transpose(1, 2).contiguous(), None  # as transformers' own: some models view it
 
 

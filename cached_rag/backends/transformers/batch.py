@@ -26,7 +26,7 @@ from cached_rag.backends.transformers.attention import (
     relay_attention,
 )
 from cached_rag.backends.transformers.decoder import Decoder
-from cached_rag.backends.transformers.kernels import Scoring, attend, first_seen
+from cached_rag.backends.transformers.kernels import KV, Scoring, attend, first_seen
 from cached_rag.backends.transformers.prefill import RowPass
 from cached_rag.backends.transformers.row_cache import Drift, RowCache, numbered_from
 from cached_rag.backends.transformers.states import windows_before
@@ -66,8 +66,8 @@ def _padded(slab: Slab, members: Sequence[tuple[SlabRow, Piece, int]]) -> Padded
 class BatchCache(Cache):  # type: ignore[misc]
     """A transformers cache that writes each row's KV to the row's buffer, and attends there.
 
-    It is the model's cache and also the `rows` of `attending`: in every layer, the model calls
-    `update` first and then, through the attention function, `attend`. A row that computes tokens at
+    In every layer, the model calls `update` first and then, through the attention function,
+    `attend`. A row that computes tokens at
     any slots of its own buffer does both through a `RowCache`.
 
     Attributes:
@@ -96,14 +96,8 @@ class BatchCache(Cache):  # type: ignore[misc]
             else:
                 self._scattered.append((_row_cache(ahead, windows), tokens))
         self._divide()
-        self._layer = 0
         # Keys and values that layers gave to be kept: the last one's, or all.
         self._given: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-
-    @property
-    def rows(self) -> BatchCache:
-        """The object whose `attend` is called: this one."""
-        return self
 
     def _divide(self) -> None:
         """Divide the KV into runs that are seen whole, and runs that end with new tokens.
@@ -155,7 +149,6 @@ class BatchCache(Cache):  # type: ignore[misc]
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write each row's part of (1, num_kv_heads, num_tokens, dim) to the row's buffer."""
-        self._layer = layer_idx
         if not self.is_read_again:
             self._given.clear()
         self._given.append((layer_idx, key_states, value_states))
@@ -165,48 +158,45 @@ class BatchCache(Cache):  # type: ignore[misc]
             row.update(key_states[:, :, at], value_states[:, :, at], layer_idx)
         return key_states, value_states
 
-    def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, kv: KV, how: Scoring) -> torch.Tensor:
         """(1, num_heads, num_tokens, value_dim) for a (1, num_heads, num_tokens, dim) query.
 
         Raises:
             ModelError: keys or values are not those that were given to be kept.
         """
         if self._given:
-            held = (at for at, *given in self._given if keys is given[0] and values is given[1])
+            held = (at for at, *own in self._given if kv.keys is own[0] and kv.values is own[1])
             found_at = next(held, None)
             if found_at is None:
                 raise ModelError("the model attends to other keys and values than it caches")
-            self._layer = found_at
+            layer = found_at
         appended = query[0, :, : self._last].transpose(0, 1).contiguous()
         if not self._scattered:
-            return self._behind(appended, how).transpose(0, 1)[None]
-        found = query.new_empty(*query.shape[:3], values.shape[-1])
+            return self._behind(layer, appended, how).transpose(0, 1)[None]
+        found = query.new_empty(*query.shape[:3], kv.values.shape[-1])
         if self._last:
-            found[0, :, : self._last] = self._behind(appended, how).transpose(0, 1)
+            found[0, :, : self._last] = self._behind(layer, appended, how).transpose(0, 1)
         for row, at in self._scattered:
-            found[:, :, at] = row.rows.attend(query[:, :, at], *row.seen(self._layer), how)
+            found[:, :, at] = row.attend(layer, query[:, :, at], row.seen(layer), how)
         return found
 
-    def _behind(self, query: torch.Tensor, how: Scoring) -> torch.Tensor:
+    def _behind(self, layer: int, query: torch.Tensor, how: Scoring) -> torch.Tensor:
         """The same for tokens that are appended, rows first; of others before them anything."""
         if how.window is not None and how.window < self._longest:
-            return self._within(query, how.window, how)
-        return relay_attention(query, self.shared, self.private, self._layer, how)
+            return self._within(layer, query, how.window, how)
+        return relay_attention(query, self.shared, self.private, layer, how)
 
-    def _within(self, query: torch.Tensor, window: int, how: Scoring) -> torch.Tensor:
+    def _within(self, layer: int, query: torch.Tensor, window: int, how: Scoring) -> torch.Tensor:
         """Attention of single tokens over their sliding windows, row by row; no run is shared."""
-        width = self._batch[0].kv.own.values[self._layer].shape[-1]
+        width = self._batch[0].kv.own.values[layer].shape[-1]
         output = query.new_empty(*query.shape[:2], width)
         for ahead, tokens in self._by_row:
             if ahead.slots is not None:
                 continue
             seen = _runs_from(first_seen(window, ahead.end - 1), ahead)
-            keys = _joined([(run.buffer.keys[self._layer], run) for run in seen])
-            values = _joined([(run.buffer.values[self._layer], run) for run in seen])
-            folded = query[tokens].view(1, keys.shape[1], -1, query.shape[-1])
-            found, lse = attend(folded, keys, values, how)
+            kv = _joined(seen, layer)
+            folded = query[tokens].view(1, kv.keys.shape[1], -1, query.shape[-1])
+            found, lse = attend(folded, kv, how)
             output[tokens] = how.with_sinks(found.flatten(1, 2), lse.flatten(1, 2))
         return output
 
@@ -219,14 +209,10 @@ class BatchCache(Cache):  # type: ignore[misc]
             kept, first = ahead.kv.own.values[layer], 0
             if ahead.slots is None:
                 first = max(0, ahead.kv.length - count)
-                runs = _runs_from(first, ahead)
-                kept = _joined([(run.buffer.values[layer], run) for run in runs])
+                kept = _joined(_runs_from(first, ahead), layer).values
             slots = torch.tensor(list(ahead.at), device=inputs.device) - first
             found[:, tokens] = windows_before(kept, slots, count)
         return found
-
-    def observe(self, *_: Any) -> None:
-        """Do nothing: batches are not observed."""
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
         """The number of slots of the longest row; for a layer, see `RowCache.get_seq_length`."""
@@ -255,9 +241,13 @@ def _runs_from(first: int, ahead: StepInput) -> list[Run]:
     return [run for run in runs if run is not None]
 
 
-def _joined(parts: Sequence[tuple[torch.Tensor, Run]]) -> torch.Tensor:
-    """Runs of one layer's (1, num_kv_heads, capacity, dim) buffers, concatenated."""
-    return torch.cat([side[:, :, run.begin : run.end] for side, run in parts], dim=2)
+def _joined(runs: Sequence[Run], layer: int) -> KV:
+    """Runs of one layer, concatenated."""
+    parts = [
+        KV(run.buffer.keys[layer], run.buffer.values[layer]).at(slice(run.begin, run.end))
+        for run in runs
+    ]
+    return KV(*(torch.cat(sides, dim=2) for sides in zip(*parts, strict=True)))
 
 
 @torch.inference_mode()

@@ -46,6 +46,26 @@ _SMALL = (torch.bfloat16, torch.float16)
 Attended = tuple[torch.Tensor, torch.Tensor]
 
 
+class KV(NamedTuple):
+    """Keys (batch, num_kv_heads, num_keys, key_dim) and values (..., value_dim) of one layer."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def is_even(self) -> bool:
+        """Whether both are of one width."""
+        return self.keys.shape[3] == self.values.shape[3]
+
+    def at(self, slots: slice) -> KV:
+        """Some of the tokens, as views."""
+        return KV(self.keys[:, :, slots], self.values[:, :, slots])
+
+    def repeated(self, groups: int) -> KV:
+        """Each head so many times, for as many query heads."""
+        return KV(self.keys.repeat_interleave(groups, 1), self.values.repeat_interleave(groups, 1))
+
+
 class Chunks(int):
     """A window that begins anew at every multiple of its size (Llama 4's chunked attention)."""
 
@@ -138,23 +158,19 @@ def centre_of(keys: torch.Tensor) -> torch.Tensor:
 
 
 def matmul_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float | None,
+    query: torch.Tensor, kv: KV, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     """softmax(scale * query keys^T + mask) values, for any number of heads per KV head.
 
     Args:
         query: (batch, num_heads, num_rows, head_dim).
-        keys, values: (batch, num_kv_heads, num_keys, dim).
         mask: (num_rows, num_masked), additive, for the last `num_masked` keys; None for none.
         scale: None for 1 / sqrt(head_dim).
 
     Returns:
         (batch, num_heads, num_rows, value_dim).
     """
+    keys, values = kv
     batch, heads, rows, head_dim = query.shape
     kv_heads, count = keys.shape[1], keys.shape[2]
     scaled = query * (head_dim**-0.5 if scale is None else scale)
@@ -174,11 +190,7 @@ def matmul_attention(
 
 
 def plain_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    how: Scoring,
+    query: torch.Tensor, kv: KV, mask: torch.Tensor | None, how: Scoring
 ) -> torch.Tensor:
     """As `matmul_attention`, with bounds of scores and sinks, in fp32, on any device.
 
@@ -188,8 +200,7 @@ def plain_attention(
     Args:
         mask: additive or bool, broadcast to (batch, num_heads, num_rows, num_keys).
     """
-    groups = query.shape[1] // keys.shape[1]
-    keys, values = (side.repeat_interleave(groups, 1) for side in (keys, values))
+    keys, values = kv.repeated(query.shape[1] // kv.keys.shape[1])
     factor = how.factor(query.shape[-1])
     scores = capped((query.float() @ keys.float().transpose(2, 3)) * factor, how.softcap)
     if mask is not None:
@@ -214,9 +225,7 @@ def capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return scores if softcap is None else (scores / softcap).tanh() * softcap
 
 
-def matmul_attention_lse(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def matmul_attention_lse(query: torch.Tensor, kv: KV, scale: float) -> Attended:
     """As `matmul_attention` for rows that see all keys; also returns the rows' log-sum-exp.
 
     A weight is exp(score - lse), so the lse follows from one score and its weight. It is as exact
@@ -224,12 +233,11 @@ def matmul_attention_lse(
 
     Args:
         query: (1, num_kv_heads, num_rows, head_dim); the query heads that share a KV head are rows.
-        keys, values: (1, num_kv_heads, num_keys, dim).
 
     Returns:
         (1, num_kv_heads, num_rows, value_dim) output, and (1, num_kv_heads, num_rows) lse in fp32.
     """
-    scaled = query[0] * scale
+    scaled, (keys, values) = query[0] * scale, kv
     kv_heads, rows = scaled.shape[:2]
     output = query.new_empty(1, kv_heads, rows, values.shape[3])
     lse = query.new_empty(1, kv_heads, rows, dtype=torch.float32)
@@ -260,12 +268,12 @@ def _weigh(query: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> to
     return largest - weights.amax(-1).float().log()
 
 
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring) -> Attended:
+def attend(query: torch.Tensor, kv: KV, how: Scoring) -> Attended:
     """Attention in which every row sees every key.
 
     Args:
         query: (1, num_kv_heads, num_rows, head_dim); the query heads that share a KV head are rows.
-        keys, values: (1, num_kv_heads, num_keys, dim); at least one key.
+        kv: of a batch of 1; at least one key.
         how: window and sinks are not looked at; with a bound of the scores, plain torch computes.
 
     Returns:
@@ -273,17 +281,17 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: S
     """
     scale = how.factor(query.shape[3])
     if how.softcap is not None:
-        return reference(query, keys, values, scale, softcap=how.softcap)
-    return KERNELS[kernel_of(query.shape[2], keys, values)](query, keys, values, scale)
+        return reference(query, kv, scale, softcap=how.softcap)
+    return KERNELS[kernel_of(query.shape[2], kv)](query, kv, scale)
 
 
-def kernel_of(rows: int, keys: torch.Tensor, values: torch.Tensor) -> str:
+def kernel_of(rows: int, kv: KV) -> str:
     """The name in `KERNELS` of the kernel that `attend` uses for this many rows."""
-    if keys.device.type == "cpu":
-        if keys.dtype == torch.bfloat16 and not prefers_flash(rows, keys.shape[2]):
+    if kv.keys.device.type == "cpu":
+        if kv.keys.dtype == torch.bfloat16 and not prefers_flash(rows, kv.keys.shape[2]):
             return "matmul"
-        return "flash" if keys.shape[3] == values.shape[3] else "plain"
-    return "flash" if _on_cuda(keys, values) else "plain"
+        return "flash" if kv.is_even else "plain"
+    return "flash" if _on_cuda(kv) else "plain"
 
 
 def prefers_flash(rows: int, keys: int) -> bool:
@@ -293,14 +301,12 @@ def prefers_flash(rows: int, keys: int) -> bool:
     return keys <= [most for least, most in FLASH_KEYS if least <= rows][-1]
 
 
-def attend_padded(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, how: Scoring
-) -> Attended:
+def attend_padded(query: torch.Tensor, kv: KV, mask: torch.Tensor, how: Scoring) -> Attended:
     """Attention of several rows, each over its own keys, padded to one length.
 
     Args:
         query: (rows, num_kv_heads, group, head_dim).
-        keys, values: (rows, num_kv_heads, num_keys, dim), finite also where they are masked.
+        kv: of as many rows, finite also where it is masked.
         mask: (rows, 1, 1, num_keys), additive, of the query's dtype.
         how: see `attend`.
 
@@ -308,8 +314,9 @@ def attend_padded(
         (rows, num_kv_heads, group, value_dim) output, and (rows, num_kv_heads, group) lse in fp32.
         Both are undefined for a row whose keys are all masked.
     """
-    is_even, scale = keys.shape[3] == values.shape[3], how.factor(query.shape[3])
-    if query.device.type == "cpu" and is_even and how.softcap is None:
+    keys, values = kv
+    scale = how.factor(query.shape[3])
+    if query.device.type == "cpu" and kv.is_even and how.softcap is None:
         output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
             query, keys, values, attn_mask=mask, scale=scale
         )
@@ -320,43 +327,35 @@ def attend_padded(
     return (scores - lse[..., None]).exp().to(values.dtype) @ values, lse
 
 
-def attend_causal(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring
-) -> Attended:
+def attend_causal(query: torch.Tensor, kv: KV, how: Scoring) -> Attended:
     """Causal attention of as many rows as keys: row i sees keys 0 to i.
 
     Args:
         query: (1, num_heads, num_rows, head_dim).
-        keys, values: (1, num_kv_heads, num_rows, dim).
+        kv: of a batch of 1, of as many tokens.
         how: see `attend`.
 
     Returns:
         (1, num_heads, num_rows, value_dim) output, and (1, num_heads, num_rows) lse in fp32.
     """
-    is_even, scale = keys.shape[3] == values.shape[3], how.factor(query.shape[3])
-    if query.device.type == "cpu" and is_even and how.softcap is None:
-        return _flash(query, keys, values, scale, causal=True)
-    groups = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    if how.softcap is None and _on_cuda(keys, values):
-        return _flash(query, keys, values, scale, causal=True)
-    return reference(query, keys, values, scale, causal=True, softcap=how.softcap)
+    scale = how.factor(query.shape[3])
+    if query.device.type == "cpu" and kv.is_even and how.softcap is None:
+        return _flash(query, kv, scale, causal=True)
+    kv = kv.repeated(query.shape[1] // kv.keys.shape[1])
+    if how.softcap is None and _on_cuda(kv):
+        return _flash(query, kv, scale, causal=True)
+    return reference(query, kv, scale, causal=True, softcap=how.softcap)
 
 
 def reference(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    *,
-    causal: bool = False,
-    softcap: float | None = None,
+    query: torch.Tensor, kv: KV, scale: float, *, causal: bool = False, softcap: float | None = None
 ) -> Attended:
     """Attention and lse in plain torch, scores in fp32: the definition of this module's results.
 
     Shapes are those of `attend`, or with `causal` those of `attend_causal` with as many KV heads as
     heads. Without any key, the output is 0 and the lse is -inf.
     """
+    keys, values = kv
     scores = capped((query.float() @ keys.float().transpose(2, 3)) * scale, softcap)
     if causal:
         hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -366,14 +365,7 @@ def reference(
     return (weights @ values.float()).to(query.dtype), lse
 
 
-def _flash(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    *,
-    causal: bool = False,
-) -> Attended:
+def _flash(query: torch.Tensor, kv: KV, scale: float, *, causal: bool = False) -> Attended:
     """The kernel behind torch's attention on this device; it needs keys and values of one width.
 
     On a CPU it takes fewer KV heads than heads, and for a row that sees no key, output and lse are
@@ -381,33 +373,33 @@ def _flash(
     """
     if query.device.type == "cpu":
         output, lse = _OPS._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, causal, scale=scale
+            query, *kv, 0.0, causal, scale=scale
         )
         return output, lse
     if query.dtype in _SMALL:
         found = _OPS._scaled_dot_product_flash_attention(
-            query, keys, values, 0.0, causal, False, scale=scale
+            query, *kv, 0.0, causal, False, scale=scale
         )
     else:
         found = _OPS._scaled_dot_product_efficient_attention(
-            query, keys, values, None, True, 0.0, causal, scale=scale
+            query, *kv, None, True, 0.0, causal, scale=scale
         )
     return found[0], found[1][:, :, : query.shape[2]].float()  # some kernels pad the lse's rows
 
 
 # The kernels that `attend` chooses from, by name.
-KERNELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Attended]] = {
+KERNELS: dict[str, Callable[[torch.Tensor, KV, float], Attended]] = {
     "flash": _flash,
     "matmul": matmul_attention_lse,
     "plain": reference,
 }
 
 
-def _on_cuda(keys: torch.Tensor, values: torch.Tensor) -> bool:
+def _on_cuda(kv: KV) -> bool:
     """Whether torch's CUDA kernels can be used for these keys and values."""
-    if keys.device.type != "cuda" or keys.shape[3] != values.shape[3]:
+    if kv.keys.device.type != "cuda" or not kv.is_even:
         return False
-    return _cuda_works(keys.dtype, keys.shape[3], keys.device)
+    return _cuda_works(kv.keys.dtype, kv.keys.shape[3], kv.keys.device)
 
 
 @functools.cache
@@ -422,12 +414,12 @@ def gives_the_reference(
     """Whether a kernel gives what `reference` gives, tried on random tensors; warns if not.
 
     Args:
-        kernel: called with query, keys, values, scale and `causal=True`.
+        kernel: called with query, KV, scale and `causal=True`.
     """
-    query, keys, values = torch.randn(3, 1, 2, 33, head_dim, device=device).to(dtype)
-    expected = reference(query, keys, values, 0.2, causal=True)
+    query, *sides = torch.randn(3, 1, 2, 33, head_dim, device=device).to(dtype)
+    expected = reference(query, KV(*sides), 0.2, causal=True)
     try:
-        found = kernel(query, keys, values, 0.2, causal=True)
+        found = kernel(query, KV(*sides), 0.2, causal=True)
         good = all(
             torch.allclose(a.float(), b.float(), atol=0.03)
             for a, b in zip(found, expected, strict=True)

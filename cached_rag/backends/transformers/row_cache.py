@@ -19,7 +19,14 @@ import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from transformers import Cache
 
 from cached_rag.backends.transformers.attention import Rows
-from cached_rag.backends.transformers.kernels import Scoring, capped, centre_of, first_seen, softmax
+from cached_rag.backends.transformers.kernels import (
+    KV,
+    Scoring,
+    capped,
+    centre_of,
+    first_seen,
+    softmax,
+)
 from cached_rag.backends.transformers.states import windows_before
 from cached_rag.kv.buffer import KVBuffer
 from cached_rag.methods.base import Layout, QuestionSelector
@@ -248,10 +255,9 @@ class RowCache(Cache):  # type: ignore[misc]
             raise Peeked
         return self.seen(layer_idx)
 
-    def seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one layer in all slots, (batch, num_kv_heads, length, dim)."""
-        slots = slice(0, self.rows.length)
-        return self.buffer.keys[layer][:, :, slots], self.buffer.values[layer][:, :, slots]
+    def seen(self, layer: int) -> KV:
+        """Keys and values of one layer in all slots."""
+        return KV(self.buffer.keys[layer], self.buffer.values[layer]).at(slice(self.rows.length))
 
     def preceding(self, layer: int, inputs: torch.Tensor, count: int) -> torch.Tensor:
         """Keep inputs of a layer's convolutions, give each row's with those of tokens before it.
@@ -280,14 +286,15 @@ class RowCache(Cache):  # type: ignore[misc]
         self.update_recurrent_state(state, layer_idx)
         self.layers[layer_idx].has_previous_state[0] = True
 
-    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, how: Scoring) -> None:
-        """Show the observer a layer's query and keys before the layer attends.
+    def attend(self, layer: int, query: torch.Tensor, kv: KV, how: Scoring) -> torch.Tensor:
+        """The rows' attention, see `Rows.attend`; the observer is shown query and keys before.
 
         Raises:
             Observed: this was the last layer that it observes, so the pass can end.
         """
         if self.observer is not None:
-            self.observer(layer, self.rows, query, keys, how)
+            self.observer(layer, self.rows, query, kv.keys, how)
+        return self.rows.attend(query, kv, how)
 
     def get_seq_length(self, layer_idx: int | None = None) -> int | torch.Tensor:
         """How many tokens the model takes to come before those that enter it.
