@@ -173,19 +173,21 @@ def _seen_by_all(query: torch.Tensor, kv: KV, how: Scoring) -> Attended:
     return found.reshape(count, heads, -1), lse.reshape(count, heads)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Block:
     """A block of query rows and the keys that some of them see.
 
     Attributes:
         masked: a mask is needed, as the rows do not all see the same keys.
         causal: rows and keys both begin at slot 0, so the kernel's own causal mask is right.
+        mask: kept for the next layer; None if it is built in each.
     """
 
     rows: slice
     keys: slice
     masked: bool
     causal: bool = False
+    mask: torch.Tensor | None = None
 
 
 @dataclass
@@ -199,7 +201,6 @@ class Rows:
 
     slots: torch.Tensor
     length: int
-    _masks: dict[tuple[int | None, int], torch.Tensor] = field(default_factory=dict, repr=False)
     _plans: dict[int | None, list[_Block]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -315,10 +316,8 @@ class Rows:
 
     def _mask(self, block: _Block, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         """Additive (rows, keys) mask: 0 where a row sees a key, -inf elsewhere."""
-        name = (window, block.rows.start)
-        kept = self._masks.get(name)
-        if kept is not None:
-            return kept
+        if block.mask is not None:
+            return block.mask
         slots = self.slots[block.rows, None]
         keys = torch.arange(block.keys.start, block.keys.stop, device=slots.device)[None]
         hidden = keys > slots
@@ -328,7 +327,7 @@ class Rows:
         mask.masked_fill_(hidden, float("-inf"))
         most = _MASK_BYTES_KEPT_ON_GPU if self._is_on_gpu else _MASK_BYTES_KEPT
         if mask.nbytes * len(self) <= most * len(slots):  # those of all blocks together
-            self._masks[name] = mask
+            block.mask = mask
         return mask
 
 

@@ -14,9 +14,7 @@ whatever that is made of; one that is not affine in its state is found out, too.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,17 +44,28 @@ class StateComposer:
     Attributes:
         decoder: the model.
         rule: how the keys of its attention layers depend on position.
+        keepers: of each layer that keeps a state the module that does, see `_keeper`.
     """
 
     decoder: Decoder
     rule: PositionRule
+    keepers: dict[int, Any] = field(compare=False)
 
     @torch.inference_mode()
     def compute(
         self, buffer: KVBuffer, token_ids: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
         """See `backends.base.Composer`."""
-        with _watched(self.decoder) as calls:
+        calls: list[_Call] = []
+        layers, name = list(self.keepers), self.decoder.cache_name
+
+        def note(number: int, given: Inputs) -> Inputs:
+            index = layers[number]
+            before = copied_layer(given[name].layers[index])
+            calls.append(_Call(index, self.keepers[index], given, name, before))
+            return {}
+
+        with entering(self.keepers.values(), note):
             RowPass(self.decoder, buffer, token_ids, slots, 0).forward()
         assert isinstance(buffer.states, LayerStates)
         offsets, matrices = buffer.states.copy(), dict[str, torch.Tensor]()
@@ -153,11 +162,11 @@ def composer(decoder: Decoder, rule: PositionRule) -> StateComposer | None:
     Args:
         rule: how keys of its attention layers depend on position.
     """
-    stateful = [one.module for one in decoder.layers if one.is_stateful]
-    keepers = [_keeper(decoder, layer) for layer in stateful]
-    is_read_at_once = not any(reads_by_token(one) for layer in stateful for one in layer.modules())
-    is_known = bool(keepers) and None not in keepers and is_read_at_once
-    return StateComposer(decoder, rule) if is_known and rule.is_movable else None
+    stateful = {n: one.module for n, one in enumerate(decoder.layers) if one.is_stateful}
+    keepers = {n: _keeper(decoder, layer) for n, layer in stateful.items()}
+    is_by_token = any(reads_by_token(one) for layer in stateful.values() for one in layer.modules())
+    is_known = bool(keepers) and None not in keepers.values() and not is_by_token
+    return StateComposer(decoder, rule, keepers) if is_known and rule.is_movable else None
 
 
 def _keeper(decoder: Decoder, layer: torch.nn.Module) -> Any:
@@ -168,20 +177,3 @@ def _keeper(decoder: Decoder, layer: torch.nn.Module) -> Any:
         if takes_cache and any(hasattr(one, DECAY) for one in module.modules()):
             found = module
     return found
-
-
-@contextmanager
-def _watched(decoder: Decoder) -> Iterator[list[_Call]]:
-    """Inside this context, calls of modules that keep states are noted, with the state before."""
-    stateful = [index for index, layer in enumerate(decoder.layers) if layer.is_stateful]
-    keepers = [_keeper(decoder, decoder.modules[index]) for index in stateful]
-    calls: list[_Call] = []
-
-    def note(number: int, given: Inputs) -> Inputs:
-        index = stateful[number]
-        before = copied_layer(given[decoder.cache_name].layers[index])
-        calls.append(_Call(index, keepers[number], given, decoder.cache_name, before))
-        return {}
-
-    with entering(keepers, note):
-        yield calls

@@ -25,7 +25,12 @@ from transformers.integrations.gguf import is_gguf_arch_supported
 
 from cached_rag.backends.transformers.complete import empty_model, load_complete
 from cached_rag.backends.transformers.few_bits import GROUP, Groups, StoredConfig, fits_groups
-from cached_rag.backends.transformers.gguf_rope import ROTATIONS, refuse_scaling, set_rotation
+from cached_rag.backends.transformers.gguf_rope import (
+    ROTATIONS,
+    refuse_scaling,
+    set_rotation,
+    unlike,
+)
 from cached_rag.backends.untrusted import BoundedReader
 from cached_rag.errors import ModelError
 
@@ -152,11 +157,8 @@ def _tensors(
         done = processed(_unpacked(tensor), tensor)
         if done.name not in names:
             if done.name is not None and not tensor.name.endswith(_COMPUTED):
-                raise ModelError(
-                    f"this GGUF file ({kind}) has {tensor.name}, which the model has no place for "
-                    "in transformers: without it its numbers would be wrong. Load it with "
-                    'backend="llama.cpp", or the model it was made from'
-                )
+                what = f"{tensor.name}, which the model has no place for in transformers"
+                raise unlike(kind, what)
             continue
         is_few_bits = tensor.tensor_type.name not in _DENSE
         name = names[done.name]
@@ -342,11 +344,7 @@ def set_caps(config: Any, reader: BoundedReader) -> None:
         if kind in _CAPPED:
             setattr(text, name, reader.number(name, getattr(text, name) or 0.0) or None)
         elif cap := reader.number(name, 0.0):
-            raise ModelError(
-                f"this GGUF file ({kind}) has {name} {cap:g}, which transformers leaves out: its "
-                'numbers would be wrong. Load it with backend="llama.cpp", or the model it was '
-                "made from"
-            )
+            raise unlike(kind, f"{name} {cap:g}, which transformers leaves out")
 
 
 def set_attention(config: Any, reader: BoundedReader) -> None:

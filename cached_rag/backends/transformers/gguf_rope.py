@@ -119,11 +119,15 @@ class _Given:
             self.refuse(f"rope.scaling.yarn_ext_factor {mixed:g}")
 
     def refuse(self, what: str) -> NoReturn:
-        raise ModelError(
-            f"this GGUF file ({self.kind}) has {what}, which no rotation in transformers equals: "
-            'its numbers would be wrong. Load it with backend="llama.cpp", or the model it was '
-            "made from"
-        )
+        raise unlike(self.kind, f"{what}, which no rotation in transformers equals")
+
+
+def unlike(kind: str, what: str) -> ModelError:
+    """Says that transformers would compute something else than a file says."""
+    return ModelError(
+        f"this GGUF file ({kind}) has {what}: its numbers would be wrong. Load it with "
+        'backend="llama.cpp", or the model it was made from'
+    )
 
 
 def _part(config: Any, rope: dict[str, Any], given: _Given) -> dict[str, float]:
