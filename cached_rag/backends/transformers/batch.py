@@ -28,6 +28,7 @@ from cached_rag.backends.transformers.attention import (
 from cached_rag.backends.transformers.decoder import Decoder
 from cached_rag.backends.transformers.kernels import KV, Scoring, attend, first_seen
 from cached_rag.backends.transformers.prefill import RowPass
+from cached_rag.backends.transformers.recording import naming
 from cached_rag.backends.transformers.row_cache import Drift, RowCache, numbered_from
 from cached_rag.backends.transformers.states import windows_before
 from cached_rag.errors import ModelError
@@ -258,10 +259,9 @@ def keeps_what_it_reads(decoder: Decoder, shapes: KVShapes) -> bool:
     """
     row = StepInput(RowKV(KVBuffer.like(shapes, 2), 0), [1])
     try:
-        _pass(decoder, [row])
-    except torch.OutOfMemoryError:  # says nothing about the model
-        raise
-    except (ModelError, RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+        with naming("a batch cannot be computed"):
+            _pass(decoder, [row])
+    except ModelError:
         return False
     return True
 

@@ -8,7 +8,7 @@ thousand times smaller than the error of a wrong mask. Knows models; knows no pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,12 +36,13 @@ from cached_rag.backends.transformers.recording import (
     in_float32,
     kv_shapes,
     leaving,
+    naming,
     record,
 )
 from cached_rag.backends.transformers.states import CONVOLUTION, convolve_rows, read_by_token
 from cached_rag.errors import ModelError
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import KVShapes, LayerShape
+from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import LayerRule, PositionRule, match_rule
 
 _PROBE_TOKENS = 12
@@ -225,19 +226,13 @@ class _Probe:
         """The model's own KV, with wrong values in the slots that are to be computed."""
         shapes = tuple(layer.shape for layer in self.decoder.layers)
         keeps = KVShapes(shapes, torch.float32, self.slots.device)
-
-        def spoiled(side: Sequence[torch.Tensor | None], kind: LayerShape) -> torch.Tensor:
-            pairs = zip(side, shapes, strict=True)
-            held = [kv[:1] for kv, shape in pairs if kv is not None and shape == kind]
-            stack = torch.stack(held)
-            stack[:, :, :, self.slots] = 7.0
-            return stack
-
-        keys, values = (
-            keeps.join([spoiled(side, kind) for kind in keeps.kinds])
-            for side in (self.seen.keys, self.seen.values)
-        )
-        return KVBuffer(keys, values)
+        buffer, every = KVBuffer.like(keeps, _PROBE_TOKENS), slice(None)
+        for layer, (keys, values) in enumerate(zip(self.seen.keys, self.seen.values, strict=True)):
+            if keys is not None and values is not None:
+                buffer.write(layer, every, keys[:1], values[:1])
+                for side in (buffer.keys, buffer.values):
+                    side[layer][:, :, self.slots] = 7.0
+        return buffer
 
     def _enter(self, layer: int, inputs: Inputs) -> Inputs:
         own, arriving = _at(self.seen.inputs[layer], 0), inputs["hidden_states"]
@@ -294,17 +289,10 @@ def _recorded(decoder: Decoder, delta: int) -> Recording:
     positions = torch.arange(_PROBE_TOKENS, device=token_ids.device).expand(2, -1)
     positions = positions + torch.tensor([[0], [delta]], device=token_ids.device)
     takes_positions = "position_ids" in decoder.parameters
-    try:
+    with naming(f"{type(decoder.model).__name__} could not be examined"):
         found = record(decoder, token_ids, positions if takes_positions else None)
         if len(found.outputs) != len(decoder.layers):
             raise ValueError("its layers are not run once each")
-    except torch.OutOfMemoryError:  # says nothing about the model
-        raise
-    except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"{type(decoder.model).__name__} could not be examined ({type(error).__name__}: "
-            f"{error}). {REMEDY}"
-        ) from error
     places = [f"layer {layer}" for layer in range(len(found.outputs))]
     for place, outputs in zip([*places, "the head"], [*found.outputs, found.logits], strict=True):
         if not outputs.isfinite().all():

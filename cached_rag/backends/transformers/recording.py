@@ -171,6 +171,17 @@ class _Listening(DynamicCache):  # type: ignore[misc]
         self.stateful.add(layer_idx)
 
 
+@contextmanager
+def naming(failed: str) -> Iterator[None]:
+    """Inside this context, whatever a model cannot do is a ModelError; a lack of memory is not."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # says nothing about the model
+        raise
+    except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"{failed} ({type(error).__name__}: {error}). {REMEDY}") from error
+
+
 def kv_shapes(model: Any, token_ids: torch.Tensor) -> tuple[KVShapes, frozenset[int]]:
     """What the model's layers keep of a token, as they hand it to a cache; which keep a state.
 
@@ -181,15 +192,8 @@ def kv_shapes(model: Any, token_ids: torch.Tensor) -> tuple[KVShapes, frozenset[
         ModelError: they keep something else than keys and values, or inputs of convolutions.
     """
     cache, name = _Listening(), type(model).__name__
-    try:
+    with naming(f"{name} could not compute two tokens with a cache"):
         model(input_ids=token_ids, use_cache=False, **{cache_argument(model): cache})
-    except torch.OutOfMemoryError:  # says nothing about the model
-        raise
-    except (LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"{name} could not compute two tokens with a cache ({type(error).__name__}: {error}). "
-            f"{REMEDY}"
-        ) from error
     if not cache.kept:
         raise ModelError(f"{name} hands no keys and values to a cache. {REMEDY}")
     found: list[LayerShape | None] = []
