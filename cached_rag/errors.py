@@ -159,12 +159,11 @@ class PMLError(CachedRAGError, ValueError):
         file: the file it is in; None if it is in none.
     """
 
-    def __init__(self, what: str, where: tuple[int, int] = (0, 0), file: str | None = None) -> None:
-        what = what if len(what) <= _LONGEST else f"{what[:_LONGEST]} ..."
-        self.what, self.file = what, file
-        self.line, self.column = where
-        place = f"{file or 'PML'}:{self.line}:{self.column}: " if self.line else ""
-        super().__init__(place + what)
+    def __init__(self, what: str, where: tuple[int, int, str | None] = (0, 0, None)) -> None:
+        self.what = what if len(what) <= _LONGEST else f"{what[:_LONGEST]} ..."
+        self.line, self.column, self.file = where
+        place = f"{self.file or 'PML'}:{self.line}:{self.column}: " if self.line else ""
+        super().__init__(place + self.what)
 
 
 __all__ = ["needs_extra", *(name for name in globals() if name.endswith("Error"))]

@@ -366,7 +366,6 @@ class Assembler:
                 f"{bit.param.name!r} takes {bit.param.length} at most; shorten it, or raise len in "
                 "the schema",
                 bit.where,
-                bit.file,
             )
         return PromptPiece(ids, start=self._layout.texts[bit.param.number].start)
 

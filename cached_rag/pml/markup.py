@@ -22,10 +22,17 @@ _WEIGHT = ("", " ", "\n", "\n\n")
 
 
 class Where(NamedTuple):
-    """A place in a file. Lines and columns count from 1; 0 means that the place is unknown."""
+    """A place in a file, or in a string, which has none.
+
+    Lines and columns count from 1; 0 means that the place is unknown.
+    """
 
     line: int = 0
     column: int = 0
+    file: str | None = None
+
+
+NOWHERE = Where()
 
 
 @dataclass
@@ -58,7 +65,8 @@ def parse_markup(source: str, file: str | None = None) -> Element:
         PMLError: it is no string or not well-formed, has a document type, or is nested too deeply.
     """
     if not isinstance(source, str):
-        raise PMLError(f"PML is a string, or in a file (`from_file`), not {source!r}", file=file)
+        what = f"PML is a string, or in a file (`from_file`), not {source!r}"
+        raise PMLError(what, Where(file=file))
     return _Builder(file).build(source)
 
 
@@ -77,7 +85,7 @@ class _Builder:
 
     def __init__(self, file: str | None) -> None:
         self._file = file
-        self._open = [Element("", {}, Where())]
+        self._open = [Element("", {}, NOWHERE)]
         self._said: Chars | None = None  # the text that is being read, and the pieces of it
         self._pieces: list[str] = []
         self._is_code = False
@@ -94,22 +102,23 @@ class _Builder:
         try:
             self._parser.Parse(source.encode("utf-8"), True)
         except UnicodeEncodeError as error:
-            raise PMLError(f"half a character: {error}", Where(1, 1), self._file) from error
+            raise PMLError(f"half a character: {error}", Where(1, 1, self._file)) from error
         except ExpatError as error:
-            where, message = Where(error.lineno, error.offset + 1), ErrorString(error.code)
+            where = Where(error.lineno, error.offset + 1, self._file)
+            message = ErrorString(error.code)
             if message in _UNCLOSED and (unclosed := self._open[-1]).tag:
                 message += f": <{unclosed.tag}> of line {unclosed.where.line} is open"
-            raise PMLError(_explained(message, source, where), where, self._file) from error
+            raise PMLError(_explained(message, source, where), where) from error
         (root,) = self._open[0].content
         assert isinstance(root, Element)
         return root
 
     def _refuse_doctype(self, *_: object) -> None:
-        raise PMLError("document types and entities are not allowed", self._where(), self._file)
+        raise PMLError("document types and entities are not allowed", self._where())
 
     def _begin(self, tag: str, attributes: dict[str, str]) -> None:
         if len(self._open) > _DEPTH:  # hostile: it would exhaust the stack of who walks the tree
-            raise PMLError(f"tags nested deeper than {_DEPTH}", self._where(), self._file)
+            raise PMLError(f"tags nested deeper than {_DEPTH}", self._where())
         self._end_chars()
         element = Element(tag, attributes, self._where())
         self._open[-1].content.append(element)
@@ -136,10 +145,11 @@ class _Builder:
         self._is_code = is_code
 
     def _where(self) -> Where:
-        return Where(self._parser.CurrentLineNumber, self._parser.CurrentColumnNumber + 1)
+        parser = self._parser
+        return Where(parser.CurrentLineNumber, parser.CurrentColumnNumber + 1, self._file)
 
 
-def check_attributes(element: Element, known: Iterable[str], file: str | None) -> None:
+def check_attributes(element: Element, known: Iterable[str]) -> None:
     """Refuse unknown attributes.
 
     Raises:
@@ -147,7 +157,7 @@ def check_attributes(element: Element, known: Iterable[str], file: str | None) -
     """
     for name in element.attributes.keys() - set(known):
         message = f"<{element.tag}> has no attribute {name!r}{nearest(name, known)}"
-        raise PMLError(message, element.where, file)
+        raise PMLError(message, element.where)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

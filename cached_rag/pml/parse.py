@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cached_rag.pml.nodes as nodes
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import Chars, Element, Where, check_attributes, nearest, split, wider
+from cached_rag.pml.markup import Chars, Element, check_attributes, nearest, split, wider
 
 _NAME = re.compile(r"[^\W\d][\w.\-]*")
 _LENGTH = re.compile(r"0{0,9}[1-9][0-9]{0,6}")
@@ -39,13 +39,13 @@ class _Around(NamedTuple):
     role: str = ""
 
 
-def parse_schema(root: Element, file: str | None = None) -> nodes.SchemaNode:
+def parse_schema(root: Element) -> nodes.SchemaNode:
     """A schema from its element.
 
     Raises:
         PMLError: the element is not a valid schema; the error names the place.
     """
-    return _Parser(file).schema(root)
+    return _Parser().schema(root)
 
 
 class _Parser:
@@ -55,19 +55,15 @@ class _Parser:
     prompt or message, where white space is dropped.
     """
 
-    def __init__(self, file: str | None) -> None:
-        self._file = file
+    def __init__(self) -> None:
         self._count = 0
         self._separator: str | None = None
-
-    def fail(self, what: str, where: Where) -> PMLError:
-        return PMLError(what, where, self._file)
 
     def schema(self, root: Element) -> nodes.SchemaNode:
         if root.tag != "schema":
             hint = "; a prompt is checked with its schema" if root.tag == "prompt" else ""
-            raise self.fail(f"a schema's root is <schema>, not <{root.tag}>{hint}", root.where)
-        check_attributes(root, ("name", _SPACE), self._file)
+            raise PMLError(f"a schema's root is <schema>, not <{root.tag}>{hint}", root.where)
+        check_attributes(root, ("name", _SPACE))
         name = self._name(root)
         scaffolds = [e for e in root.content if isinstance(e, Element) and e.tag == "scaffold"]
         content = [e for e in root.content if isinstance(e, Chars) or e.tag != "scaffold"]
@@ -89,7 +85,7 @@ class _Parser:
                 yield part
             elif isinstance(part, Element) or part.text.strip():
                 what = f"<{part.tag}>" if isinstance(part, Element) else "text"
-                raise self.fail(
+                raise PMLError(
                     f"{what} beside messages: a schema with <system>, <user> or <assistant> holds "
                     "everything inside them, or has messages in its modules",
                     part.where,
@@ -109,19 +105,19 @@ class _Parser:
             elif part.tag in nodes.ROLES:
                 yield self._message(part, around)
             elif part.tag == "scaffold":
-                raise self.fail("a scaffold stands directly in <schema>", part.where)
+                raise PMLError("a scaffold stands directly in <schema>", part.where)
             else:
                 known = ("module", "union", *_PARAM, *nodes.ROLES)
                 hint = nearest(part.tag, known)
-                raise self.fail(f"a schema has no <{part.tag}>{hint}", part.where)
+                raise PMLError(f"a schema has no <{part.tag}>{hint}", part.where)
 
     def _message(self, element: Element, around: _Around) -> nodes.Message:
         role = element.tag
         if around.role:
-            raise self.fail(
+            raise PMLError(
                 f"<{role}> inside <{around.role}>: a message holds no other", element.where
             )
-        check_attributes(element, (_SPACE,), self._file)
+        check_attributes(element, (_SPACE,))
         inside = self._within(element, around)._replace(role=role)
         begin = nodes.Mark(self._number(), role, True, around.unit, around.is_cached)
         self._separator = None
@@ -145,16 +141,16 @@ class _Parser:
         return lead + body
 
     def _param(self, element: Element, unit: nodes.Path) -> nodes.Param:
-        check_attributes(element, ("name", "len", "length", "scaffold"), self._file)
+        check_attributes(element, ("name", "len", "length", "scaffold"))
         given = [element.attributes[n] for n in ("len", "length") if n in element.attributes]
         if len(given) != 1 or not _LENGTH.fullmatch(given[0]):
-            raise self.fail(
+            raise PMLError(
                 'a parameter needs one len="..." (or length): the most tokens of its argument, '
                 "at least 1 and at most 9999999",
                 element.where,
             )
         if any(isinstance(c, Element) or c.text.strip() for c in element.content):
-            raise self.fail("a parameter is empty; prompts give its argument", element.where)
+            raise PMLError("a parameter is empty; prompts give its argument", element.where)
         lead, self._separator = self._separator or "", ""
         placeholder = element.attributes.get("scaffold", "")
         number = self._number()
@@ -162,10 +158,10 @@ class _Parser:
         return nodes.Param(number, name, int(given[0]), lead, placeholder, unit, element.where)
 
     def _module(self, element: Element, around: _Around, union: int | None = None) -> nodes.Module:
-        check_attributes(element, ("name", "cache", _SPACE), self._file)
+        check_attributes(element, ("name", "cache", _SPACE))
         name, wanted = self._name(element), element.attributes.get("cache", "true")
         if wanted not in ("true", "false"):
-            raise self.fail(f'cache is "true" or "false", not {wanted!r}', element.where)
+            raise PMLError(f'cache is "true" or "false", not {wanted!r}', element.where)
         path, is_cached = (*around.unit, name), around.is_cached and wanted == "true"
         inside = self._within(element, around)._replace(unit=path, is_cached=is_cached)
         children = tuple(self._nodes(element.content, inside))
@@ -173,7 +169,7 @@ class _Parser:
         return nodes.Module(name, path, children, element.where, union)
 
     def _union(self, element: Element, around: _Around) -> nodes.Union:
-        check_attributes(element, ("scaffold", _SPACE), self._file)
+        check_attributes(element, ("scaffold", _SPACE))
         inside, number = self._within(element, around), self._number()
         edges = [] if inside.keep else [element.content[i] for i in (0, -1) if element.content]
         spaces = [split(e.text)[0] if isinstance(e, Chars) else "" for e in edges]
@@ -188,37 +184,37 @@ class _Parser:
                 after = wider(after, self._separator or "")
             elif isinstance(part, Element) or part.text.strip():
                 what = f"<{part.tag}>" if isinstance(part, Element) else "text"
-                raise self.fail(f"{what} in a union, which holds modules only", part.where)
+                raise PMLError(f"{what} in a union, which holds modules only", part.where)
         if not children:
-            raise self.fail("an empty union", element.where)
+            raise PMLError("an empty union", element.where)
         self._separator = after
         stand_in = element.attributes.get("scaffold")
         names = [child.name for child in children]
         if stand_in is not None and stand_in not in names:
             hint = nearest(stand_in, names)
-            raise self.fail(f"the union's scaffold {stand_in!r} is not in it{hint}", element.where)
+            raise PMLError(f"the union's scaffold {stand_in!r} is not in it{hint}", element.where)
         return nodes.Union(tuple(children), stand_in)
 
     def _scaffold(self, element: Element, known: dict[str, nodes.Module]) -> nodes.Scaffold:
-        check_attributes(element, ("name",), self._file)
+        check_attributes(element, ("name",))
         named = {module.path: module for module in self._imported(element, known)}
         if not named:
-            raise self.fail("a scaffold names the modules that it holds together", element.where)
+            raise PMLError("a scaffold names the modules that it holds together", element.where)
         unions = [module.union for module in named.values() if module.union is not None]
         if len(unions) > len(set(unions)):
-            raise self.fail("a scaffold of modules that exclude each other", element.where)
+            raise PMLError("a scaffold of modules that exclude each other", element.where)
         return nodes.Scaffold(self._name(element), frozenset(named), element.where)
 
     def _imported(self, element: Element, known: dict[str, nodes.Module]) -> Iterator[nodes.Module]:
         for part in element.content:
             if isinstance(part, Chars):
                 if part.text.strip():
-                    raise self.fail("text in a scaffold, which names modules only", part.where)
+                    raise PMLError("text in a scaffold, which names modules only", part.where)
                 continue
-            check_attributes(part, (), self._file)
+            check_attributes(part, ())
             if part.tag not in known:
                 hint = nearest(part.tag, known)
-                raise self.fail(f"there is no module {part.tag!r} here{hint}", part.where)
+                raise PMLError(f"there is no module {part.tag!r} here{hint}", part.where)
             module = known[part.tag]
             yield module
             yield from self._imported(part, nodes.modules(module.children))
@@ -229,7 +225,7 @@ class _Parser:
             what = _KINDS[type(node)]
             first = firsts.setdefault((what, node.name), node)
             if first is not node:
-                raise self.fail(
+                raise PMLError(
                     f"{what} {node.name!r} is there twice in one scope "
                     f"(first in line {first.where.line})",
                     node.where,
@@ -238,9 +234,9 @@ class _Parser:
     def _name(self, element: Element) -> str:
         name = element.attributes.get("name", "")
         if not name:
-            raise self.fail(f'<{element.tag}> needs a name="..."', element.where)
+            raise PMLError(f'<{element.tag}> needs a name="..."', element.where)
         if element.tag == "module" and (not _NAME.fullmatch(name) or name in RESERVED):
-            raise self.fail(
+            raise PMLError(
                 f"a module cannot be called {name!r}: prompts import it by a tag of that name, so "
                 "it begins with a letter, has letters, digits, '.', '-', '_' only, and is none of "
                 f"{', '.join(sorted(RESERVED))}",
@@ -252,7 +248,7 @@ class _Parser:
         """What an element's content inherits, with the element's own xml:space."""
         wanted = element.attributes.get(_SPACE)
         if wanted not in (None, "preserve", "default"):
-            raise self.fail('xml:space is "preserve" or "default"', element.where)
+            raise PMLError('xml:space is "preserve" or "default"', element.where)
         return around if wanted is None else around._replace(keep=wanted == "preserve")
 
     def _number(self) -> int:

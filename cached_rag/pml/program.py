@@ -55,7 +55,6 @@ class Program:
     """
 
     name: str
-    file: str
     where: Where
     content: Content
     events: Callable[..., Iterator[Event]]
@@ -103,9 +102,9 @@ def read_function(function: Callable[..., Any]) -> Program:
     is_inside = lines[0][:1].isspace()
     block: Any = ast.parse("".join(["if True:\n" if is_inside else "", *lines])).body[0]
     tree = block.body[0] if is_inside else block
-    where = Where(first, 1)
+    where = Where(first, 1, file)
     if not isinstance(tree, ast.FunctionDef) or hasattr(function, "__wrapped__"):
-        raise PMLError("a prompt function is a plain `def`, decorated by nothing else", where, file)
+        raise PMLError("a prompt function is a plain `def`, decorated by nothing else", where)
     ast.increment_lineno(tree, first - 1 - is_inside)
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -114,14 +113,13 @@ def read_function(function: Callable[..., Any]) -> Program:
             f"an annotation names what the module does not have: {error}; write the number of "
             "MaxTokens out, or define it at the top of the module",
             where,
-            file,
         ) from error
     lengths = {name: mark.length for name, hint in hints.items() for mark in _marks(hint)}
     code = function.__code__
     hidden = {*code.co_varnames, *code.co_cellvars}  # parameters, and what is assigned to
     scope = {name: value for name, value in _scope(function).items() if name not in hidden}
     content = Reader(file, lengths, scope).block(tree.body)
-    return Program(tree.name, file, _where_of(tree), content, _compiled(function, tree, file))
+    return Program(tree.name, where, content, _compiled(function, tree, file))
 
 
 def _marks(hint: Any) -> Iterator[MaxTokens]:
@@ -237,7 +235,7 @@ class Reader:
 
     def _part(self, part: ast.expr | None, node: ast.Yield) -> Element | Chars:
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
-            return Chars(part.value, _where_of(part))
+            return Chars(part.value, self._where(part))
         if isinstance(part, ast.Name):
             part = ast.FormattedValue(part, -1)
         if not isinstance(part, ast.FormattedValue):
@@ -251,10 +249,10 @@ class Reader:
             raise self._fail(f"{{{name}}} cannot be formatted in a prompt function", part)
         if name in self.lengths:
             length = str(self.lengths[name])
-            return Element("param", {"name": name, "len": length}, _where_of(part.value))
+            return Element("param", {"name": name, "len": length}, self._where(part.value))
         constant = self.scope.get(name)
         if isinstance(constant, str):
-            return Chars(constant, _where_of(part.value))
+            return Chars(constant, self._where(part.value))
         shown = ast.unparse(part.value)
         raise self._fail(
             f"{{{shown}}} is neither a parameter marked with MaxTokens nor a constant string; "
@@ -266,7 +264,7 @@ class Reader:
 
     def _if(self, node: ast.If) -> Element:
         arms = [self._arm(shown, body) for shown, body in self._arms(node)]
-        return arms[0] if len(arms) == 1 else _union(arms, node)
+        return arms[0] if len(arms) == 1 else self._union(arms, node)
 
     def _arms(self, node: ast.If) -> Iterator[tuple[str, list[ast.stmt]]]:
         """The condition of `if`, each `elif` and `else`, as source text, with its statements."""
@@ -285,11 +283,14 @@ class Reader:
             guard = f" if {ast.unparse(case.guard)}" if case.guard is not None else ""
             shown = ast.unparse(case.pattern) + guard
             arms.append(self._arm(_OTHERWISE if shown == "_" else shown, case.body))
-        return _union(arms, node)
+        return self._union(arms, node)
+
+    def _union(self, arms: list[Element], node: ast.AST) -> Element:
+        return Element("union", _KEEP_SPACE, self._where(node), [*arms])
 
     def _arm(self, shown: str, body: list[ast.stmt]) -> Element:
         """One branch as a module; its rewritten statements yield the module's begin and end."""
-        name, where = self._name(shown), _where_of(body[0])
+        name, where = self._name(shown), self._where(body[0])
         outer, self._taken = self._taken, set()
         content = self.block(body)
         self._taken = outer
@@ -310,13 +311,13 @@ class Reader:
         for attribute in ("program", "events"):
             node.value.func = ast.Attribute(node.value.func, attribute, ast.Load())
         run = [_say(ast.Constant(name)), ast.Expr(node), _say(ast.Constant(None))]
-        return [program.element("module", name, _where_of(node))], run
+        return [program.element("module", name, self._where(node))], run
 
     def _message(self, node: ast.With) -> Element:
         role = _called(node.items[0].context_expr)
         if role not in ROLES or len(node.items) != 1:
             raise self._fail("`with` takes system(), user() or assistant() here", node)
-        return Element(role, _KEEP_SPACE, _where_of(node), self.block(node.body))
+        return Element(role, _KEEP_SPACE, self._where(node), self.block(node.body))
 
     def _name(self, shown: str) -> str:
         """A valid module name made of source text, different from the names beside it."""
@@ -330,17 +331,12 @@ class Reader:
         self._taken.add(name)
         return name
 
+    def _where(self, node: ast.AST) -> Where:
+        """The place of a syntax node in the function's file."""
+        return Where(getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1, self.file)
+
     def _fail(self, what: str, node: ast.AST) -> PMLError:
-        return PMLError(what, _where_of(node), self.file)
-
-
-def _where_of(node: ast.AST) -> Where:
-    """The place of a syntax node in its file."""
-    return Where(getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1)
-
-
-def _union(arms: list[Element], node: ast.AST) -> Element:
-    return Element("union", _KEEP_SPACE, _where_of(node), [*arms])
+        return PMLError(what, self._where(node))
 
 
 def _called(node: ast.expr) -> str:

@@ -13,9 +13,8 @@ from typing import Any
 
 import cached_rag.pml.nodes as nodes
 from cached_rag.errors import PMLError
-from cached_rag.pml.markup import Chars, Element, Where, check_attributes, nearest, split
+from cached_rag.pml.markup import NOWHERE, Chars, Element, Where, check_attributes, nearest, split
 
-_NOWHERE = Where()
 _END: nodes.Path = ("",)  # no module's path: stands for the end, where text after all imports goes
 
 
@@ -38,7 +37,7 @@ class Import:
         object.__setattr__(self, "parts", parts)
         given = {name: str(value) for name, value in arguments.items() if value is not None}
         object.__setattr__(self, "arguments", given)
-        object.__setattr__(self, "where", _NOWHERE)
+        object.__setattr__(self, "where", NOWHERE)
 
     def at(self, where: Where) -> Import:
         """The same import with its place, which errors name."""
@@ -52,7 +51,7 @@ class Said:
 
     role: str
     text: str
-    where: Where = _NOWHERE
+    where: Where = NOWHERE
 
 
 Part = Import | Said | str
@@ -65,7 +64,6 @@ class Argument:
     param: nodes.Param
     text: str
     where: Where
-    file: str | None
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,6 @@ class _Choice:
         said: new messages.
     """
 
-    file: str | None
     imports: dict[nodes.Path, Import] = field(default_factory=dict)
     of_unions: dict[int, str] = field(default_factory=dict)
     before: dict[nodes.Path, list[str]] = field(default_factory=lambda: defaultdict(list))
@@ -122,8 +119,8 @@ class _Choice:
                 self._say(part, scope)
             elif self.said:
                 what = part if isinstance(part, str) else part.name
-                where = Where() if isinstance(part, str) else part.where
-                raise self._fail(f"{what!r} stands behind a message; put it before", where)
+                where = NOWHERE if isinstance(part, str) else part.where
+                raise PMLError(f"{what!r} stands behind a message; put it before", where)
             elif isinstance(part, str):
                 is_last = not imports or index > imports[-1]
                 if is_last and (not scope or last is None):
@@ -143,16 +140,14 @@ class _Choice:
             case str() | Import(name=str()) | Said(role=str(), text=str()):
                 return
         what = f"a prompt is of strings, Import(name, ...) and Said(role, text), not of {part!r}"
-        raise self._fail(what, _NOWHERE)
+        raise PMLError(what, NOWHERE)
 
     def _say(self, part: Said, scope: nodes.Path) -> None:
         if scope:
-            raise self._fail(
-                f"<{part.role}> inside a module: messages stand at the end", part.where
-            )
+            raise PMLError(f"<{part.role}> inside a module: messages stand at the end", part.where)
         if part.role not in nodes.ROLES:
             hint = nearest(part.role, nodes.ROLES)
-            raise self._fail(f"there is no role {part.role!r}{hint}", part.where)
+            raise PMLError(f"there is no role {part.role!r}{hint}", part.where)
         self.said.append(part)
 
     def _module(
@@ -161,16 +156,16 @@ class _Choice:
         if part.name not in known:
             inside = f"in {'/'.join(scope)!r}" if scope else "in the schema"
             hint = nearest(part.name, known)
-            raise self._fail(f"there is no module {part.name!r} {inside}{hint}", part.where)
+            raise PMLError(f"there is no module {part.name!r} {inside}{hint}", part.where)
         module = known[part.name]
         if module.path in self.imports:
-            raise self._fail(f"{part.name!r} is imported twice", part.where)
+            raise PMLError(f"{part.name!r} is imported twice", part.where)
         self.check_arguments(part, module.children, repr(part.name))
         self.imports[module.path] = part
         if module.union is not None:
             first = self.of_unions.setdefault(module.union, module.name)
             if first != module.name:
-                raise self._fail(
+                raise PMLError(
                     f"{first!r} and {module.name!r} exclude each other: a prompt takes one module "
                     "of a union",
                     part.where,
@@ -182,18 +177,14 @@ class _Choice:
         own = nodes.params(children)
         for name in part.arguments.keys() - own.keys():
             hint = nearest(name, own)
-            raise self._fail(f"{named} has no parameter {name!r}{hint}", part.where)
-
-    def _fail(self, what: str, where: Where) -> PMLError:
-        return PMLError(what, where, self.file)
+            raise PMLError(f"{named} has no parameter {name!r}{hint}", part.where)
 
 
 def select(
     schema: nodes.SchemaNode,
     parts: Sequence[Part],
     arguments: Mapping[str, str],
-    where: Where | None = None,
-    file: str | None = None,
+    where: Where,
 ) -> tuple[Bit, ...]:
     """All of a prompt in order: the schema's texts that it has, arguments and new text.
 
@@ -208,8 +199,8 @@ def select(
         PMLError: the prompt imports or sets what the schema does not have, or imports two modules
             of a union; or one of the parts is none.
     """
-    root = Import(schema.name, **arguments).at(where or Where())
-    choice = _Choice(file, imports={(): root})
+    root = Import(schema.name, **arguments).at(where)
+    choice = _Choice({(): root})
     choice.check_arguments(root, schema.children, "the schema itself")
     choice.read(parts, schema.children, ())
     if choice.said and not schema.has_messages:
@@ -217,7 +208,6 @@ def select(
             f"<{choice.said[0].role}> in a prompt whose schema has no messages; put the text "
             "in without a tag",
             choice.said[0].where,
-            file,
         )
     bits = list(_bits(schema.children, choice))
     if added := choice.after[_END]:
@@ -250,7 +240,7 @@ def _bits(children: tuple[nodes.Node, ...], choice: _Choice) -> Iterator[Bit]:
         elif isinstance(child, nodes.Param):
             given = choice.imports[child.unit]
             if value := given.arguments.get(child.name):
-                yield Argument(child, child.lead + value, given.where, choice.file)
+                yield Argument(child, child.lead + value, given.where)
         elif isinstance(child, nodes.Union | nodes.Message):
             yield from _bits(child.children, choice)
         elif child.path in choice.imports:
@@ -271,31 +261,29 @@ def _spaced(bits: Sequence[Bit]) -> tuple[Bit, ...]:
     return tuple(spaced)
 
 
-def parse_prompt(root: Element, file: str | None = None) -> tuple[list[Part], dict[str, str]]:
+def parse_prompt(root: Element) -> tuple[list[Part], dict[str, str]]:
     """The parts of a <prompt> element, and arguments of parameters outside all modules.
 
     Raises:
         PMLError: the element is no prompt.
     """
     if root.tag != "prompt":
-        raise PMLError(f"a prompt's root is <prompt>, not <{root.tag}>", root.where, file)
+        raise PMLError(f"a prompt's root is <prompt>, not <{root.tag}>", root.where)
     arguments = {name: value for name, value in root.attributes.items() if name != "schema"}
-    return list(_parts(root, file)), arguments
+    return list(_parts(root)), arguments
 
 
-def _parts(element: Element, file: str | None) -> Iterator[Part]:
+def _parts(element: Element) -> Iterator[Part]:
     said: Element | None = None
     for part in element.content:
         if isinstance(part, Chars):
             text = _text(part)
             if text and said:
-                raise PMLError(
-                    f"text behind <{said.tag}>: put it inside, or before", part.where, file
-                )
+                raise PMLError(f"text behind <{said.tag}>: put it inside, or before", part.where)
             if text:
                 yield text
         elif part.tag in nodes.ROLES:
-            check_attributes(part, (), file)
+            check_attributes(part, ())
             said = part
             inside = [c for c in part.content if isinstance(c, Element)]
             if inside:
@@ -303,12 +291,11 @@ def _parts(element: Element, file: str | None) -> Iterator[Part]:
                     f"<{inside[0].tag}> inside <{part.tag}>: a prompt's own messages hold text "
                     "only; imports stand before them",
                     inside[0].where,
-                    file,
                 )
             text = "".join(_text(c) for c in part.content if isinstance(c, Chars))
             yield Said(part.tag, text.lstrip(), part.where)
         else:
-            inner: Any = _parts(part, file)
+            inner: Any = _parts(part)
             yield Import(part.tag, *inner, **part.attributes).at(part.where)
 
 

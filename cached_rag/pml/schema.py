@@ -20,7 +20,7 @@ from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.pml.layout import ModuleRun, SchemaLayout, lay_out
-from cached_rag.pml.markup import Where, parse_markup
+from cached_rag.pml.markup import NOWHERE, Where, parse_markup
 from cached_rag.pml.nodes import Leaf, Mark, Message, Module, Node, Param, SchemaNode, Text, Union
 from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, planner_of
@@ -52,14 +52,12 @@ class Schema:
         behind: the text before a module while it is encoded: "nothing" (as in the paper), the
             schema's "head" before all modules, or all text of the "schema" before the module that
             every prompt has.
-        file: the file that it was read from, for errors.
     """
 
     node: SchemaNode
     source: str
     layout: str = "auto"
     behind: str = "schema"
-    file: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("layout", LAYOUTS), ("behind", BEHIND)):
@@ -77,7 +75,7 @@ class Schema:
         Raises:
             PMLError: it is not valid; the error names line, column and the likely remedy.
         """
-        return cls(parse_schema(parse_markup(source, file), file), source, layout, behind, file)
+        return cls(parse_schema(parse_markup(source, file)), source, layout, behind)
 
     @classmethod
     def from_file(cls, path: str | Path, *, layout: str = "auto", behind: str = "schema") -> Schema:
@@ -110,9 +108,8 @@ class Schema:
     @classmethod
     def from_program(cls, program: Program, layout: str = "auto", behind: str = "schema") -> Schema:
         """As `from_function`, of one that was read."""
-        root = program.element("schema", program.name, program.where)
-        node = parse_schema(root, program.file)
-        return cls(node, digest(repr(node)), layout, behind, program.file)
+        node = parse_schema(program.element("schema", program.name, program.where))
+        return cls(node, digest(repr(node)), layout, behind)
 
     @property
     def name(self) -> str:
@@ -151,13 +148,12 @@ class Schema:
             PMLError: it is not valid, or of another schema.
         """
         root = parse_markup(source, file)
-        parts, arguments = parse_prompt(root, file)
+        parts, arguments = parse_prompt(root)
         wanted = root.attributes.get("schema", self.name)
         if wanted != self.name:
-            raise PMLError(
-                f"this prompt is of schema {wanted!r}, and this is {self.name!r}", root.where, file
-            )
-        return SchemaPrompt(self, tuple(parts), arguments, root.where, file)
+            what = f"this prompt is of schema {wanted!r}, and this is {self.name!r}"
+            raise PMLError(what, root.where)
+        return SchemaPrompt(self, tuple(parts), arguments, root.where)
 
     def prompt_from_file(self, path: str | Path) -> SchemaPrompt:
         """As `prompt_from_string`, from a UTF-8 file."""
@@ -200,7 +196,7 @@ class SchemaPrompt:
 
     Attributes:
         parts, arguments: as in `Schema.prompt`.
-        where, file: where it was read, for errors.
+        where: the place at which it was read, for errors.
         bits: the whole prompt in order, see `select`.
 
     Raises:
@@ -210,12 +206,11 @@ class SchemaPrompt:
     schema: Schema
     parts: tuple[Part, ...]
     arguments: Mapping[str, str]
-    where: Where | None = None
-    file: str | None = None
+    where: Where = NOWHERE
     bits: tuple[Bit, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        bits = select(self.schema.node, self.parts, self.arguments, self.where, self.file)
+        bits = select(self.schema.node, self.parts, self.arguments, self.where)
         object.__setattr__(self, "bits", bits)
 
     def then(self, *parts: str | Said) -> SchemaPrompt:

@@ -113,7 +113,7 @@ def _within(text: str, at: int, where: Where) -> Where:
     before = text[:at]
     lines = before.count("\n")
     column = at - before.rfind("\n") if lines else where.column + at
-    return Where(where.line + lines, column)
+    return where._replace(line=where.line + lines, column=column)
 
 
 class PromptFunction:

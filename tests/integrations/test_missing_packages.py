@@ -93,7 +93,7 @@ def test_embeddings_name_their_extra(monkeypatch):
 
 def test_errors_are_the_same_in_another_process():
     missing = MissingPackageError("a plot", "bench", ImportError("no matplotlib"))
-    for error in (missing, PMLError("a tag", (2, 3), "a.pml"), BusyError("later", 2.0)):
+    for error in (missing, PMLError("a tag", (2, 3, "a.pml")), BusyError("later", 2.0)):
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
         assert vars(again) == vars(error)
