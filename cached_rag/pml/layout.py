@@ -23,7 +23,7 @@ from tokenizers.decoders import ByteLevel
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import ConfigError, PMLError
-from cached_rag.pml.nodes import Mark, Message, Node, Param, Path, SchemaNode, Text, Union
+from cached_rag.pml.nodes import Mark, Message, Module, Node, Param, Path, SchemaNode, Text, Union
 from cached_rag.pml.prompt import Argument, Bit
 
 Ids = tuple[int, ...]
@@ -128,6 +128,10 @@ def _frame_ids(tokenization: Tokenization, frame: str, *, is_first: bool) -> tup
     return tuple(tokenization.tokenize(Rendered(frame, is_chat=True)).ids)
 
 
+# A list that grows without a copy of what it was.
+Before = tuple["ModuleRun", "Before"] | None
+
+
 @dataclass(frozen=True, eq=False)
 class ModuleRun:
     """Neighbouring tokens that belong to one module, or to every prompt.
@@ -140,6 +144,8 @@ class ModuleRun:
         fill: tokens that are encoded there: `ids`, or a parameter's placeholder, which may have
             fewer tokens than there are positions.
         is_cached: whether KV of these tokens is kept.
+        before: the last of the cached runs that every prompt with this one has before it, and those
+            before that one; None for none.
     """
 
     ids: Ids
@@ -147,12 +153,22 @@ class ModuleRun:
     length: int
     unit: Path
     fill: Ids
-    is_cached: bool = True
+    is_cached: bool
+    before: Before
 
     @property
     def end(self) -> int:
         """The position after the last one."""
         return self.start + self.length
+
+    @property
+    def context(self) -> tuple[ModuleRun, ...]:
+        """All runs that `before` has, in document order."""
+        found, before = [], self.before
+        while before is not None:
+            run, before = before
+            found.append(run)
+        return tuple(reversed(found))
 
     @property
     def is_param(self) -> bool:
@@ -190,24 +206,28 @@ class _Setter:
         unknown: id of the unknown token that stands for an argument; None for none.
         markup: called with a role and whether its message begins; gives the template's token ids.
         position: of the next run.
+        before: of the next run; see `ModuleRun`.
     """
 
     tokenization: Tokenization
     unknown: int | None
     markup: Callable[[str, bool], Ids]
     position: int = 0
+    before: Before = None
     texts: dict[int, ModuleRun] = field(default_factory=dict)
     order: list[ModuleRun] = field(default_factory=list)
     begins: list[ModuleRun] = field(default_factory=list)
 
     def put(self, ids: Ids, unit: Path = (), *, is_cached: bool = True) -> ModuleRun:
-        run = ModuleRun(ids, self.position, len(ids), unit, ids, is_cached)
+        run = ModuleRun(ids, self.position, len(ids), unit, ids, is_cached, self.before)
         return self._add(run)
 
     def _add(self, run: ModuleRun) -> ModuleRun:
         self.position = run.end
         if run.length:
             self.order.append(run)
+            if run.is_cached:
+                self.before = run, self.before
         return run
 
     def nodes(self, children: tuple[Node, ...]) -> None:
@@ -217,7 +237,8 @@ class _Setter:
                 self.texts[child.number] = self.put(ids, child.unit, is_cached=child.is_cached)
             elif isinstance(child, Param):
                 fill = self._placeholder(child)
-                run = ModuleRun((), self.position, child.length, child.unit, fill, is_cached=False)
+                place = self.position, child.length
+                run = ModuleRun((), *place, child.unit, fill, is_cached=False, before=self.before)
                 self.texts[child.number] = self._add(run)
             elif isinstance(child, Mark):
                 assert child.number is not None
@@ -229,15 +250,24 @@ class _Setter:
             elif isinstance(child, Union):
                 self._union(child)
             else:
+                before = self.before
                 self.nodes(child.children)
+                if isinstance(child, Module):
+                    self.before = before
 
     def _union(self, union: Union) -> None:
         begin = longest = self.position
+        stand_in: list[ModuleRun] = []
         for child in union.children:
-            self.position = begin
+            self.position, first = begin, len(self.order)
             self.nodes((child,))
             longest = max(longest, self.position)
+            if child.name == union.stand_in and not child.has_params:  # arguments are not known
+                stand_in = [run for run in self.order[first:] if run.unit == child.path]
         self.position = longest
+        for run in stand_in:
+            if run.is_cached:
+                self.before = run, self.before
 
     def _placeholder(self, param: Param) -> Ids:
         text = param.lead + param.placeholder if param.placeholder else ""

@@ -31,7 +31,7 @@ from cached_rag.methods import Takes
 from cached_rag.pml.layout import Assembler, ModuleRun, PromptPiece, SchemaLayout, lay_out
 from cached_rag.pml.nodes import SchemaNode
 from cached_rag.pml.prompt import Argument, Bit, New
-from cached_rag.pml.units import Encoded, Recipe, Recipes, RunEncoder, Trail, Unit, Units
+from cached_rag.pml.units import Encoded, Recipe, Recipes, RunEncoder, Trail, Unit, divide
 
 _REMEMBERED = 64
 
@@ -41,7 +41,6 @@ class SchemaPlanner:
     """Plans prompts of one schema on one model.
 
     Attributes:
-        scaffolds: the units of scaffolds, those of most runs first.
         units: all units that can be encoded; none for models with states, whose prompts are
             planned as text.
     """
@@ -50,7 +49,6 @@ class SchemaPlanner:
     layout: SchemaLayout
     assembler: Assembler
     encoder: RunEncoder
-    scaffolds: Sequence[Unit]
     units: Sequence[Unit]
 
     def missing(self) -> list[Unit]:
@@ -176,7 +174,7 @@ class SchemaPlanner:
         there = {piece.run for piece in pieces if piece.run is not None and piece.ids}
         chosen = {run: single[run] for run in there if run.is_cached}
         held: set[ModuleRun] = set()
-        for scaffold in self.scaffolds:
+        for scaffold in (unit for unit in self.units if unit.is_scaffold):  # large ones first
             own = self.encoder.recipes.of[scaffold]
             texts = {run for run in scaffold.runs if not run.is_param}
             if texts <= there and held.isdisjoint(own):
@@ -264,7 +262,7 @@ def _made(node: SchemaNode, engine: Engine, layout: str, behind: str) -> SchemaP
     is_movable = model.rule.is_movable
     is_compact = layout == "compact" or (layout == "auto" and is_movable)
     laid_out = lay_out(node, tokenization)
-    units = Units(node, laid_out, behind)
+    units = divide(node.scaffolds, laid_out, behind)
     recipes = Recipes(
         units,
         is_compact=is_compact,
@@ -276,6 +274,5 @@ def _made(node: SchemaNode, engine: Engine, layout: str, behind: str) -> SchemaP
         laid_out,
         Assembler(laid_out, tokenization, is_compact=is_compact),
         RunEncoder(model, engine.library, recipes),
-        units.scaffolds,
-        [] if model.keeps_states else [*units.single, *units.scaffolds],
+        [] if model.keeps_states else units,
     )

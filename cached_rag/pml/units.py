@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 import torch
 
@@ -25,7 +25,7 @@ from cached_rag.kv.fingerprint import digest
 from cached_rag.library.library import Library
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.pml.layout import Ids, ModuleRun, SchemaLayout
-from cached_rag.pml.nodes import Message, Module, Node, Path, Scaffold, SchemaNode, Union
+from cached_rag.pml.nodes import Path, Scaffold
 
 # The context of a unit: nothing, the text that the schema begins with, or all text before the unit
 # that every prompt with it has.
@@ -50,106 +50,50 @@ class Unit:
     is_scaffold: bool = False
 
 
-class Units:
+def divide(scaffolds: Sequence[Scaffold], layout: SchemaLayout, behind: str) -> list[Unit]:
     """All units of a schema.
 
-    Attributes:
-        single: units that are no scaffolds, in document order. A context has only runs of units
-            before it.
-        scaffolds: units of scaffolds, those of most runs first.
+    Those that are no scaffolds come first, in document order, so a context has only runs of units
+    before it. Then come those of scaffolds, those of most runs first.
     """
+    own: dict[Path, list[ModuleRun]] = defaultdict(list)
+    for run in layout.order:
+        own[run.unit].append(run)
+    order = {run: index for index, run in enumerate(layout.order)}
+    head = tuple(takewhile(_is_in_all, layout.order))
 
-    def __init__(self, schema: SchemaNode, layout: SchemaLayout, behind: str) -> None:
-        self._layout, self._behind = layout, behind
-        self._head = tuple(takewhile(lambda run: not run.unit and not run.is_param, layout.order))
-        self._own: dict[Path, list[ModuleRun]] = defaultdict(list)
-        for run in layout.order:
-            self._own[run.unit].append(run)
-        self._order = {run: index for index, run in enumerate(layout.order)}
-        self._contexts: dict[Path, tuple[ModuleRun, ...]] = {}
-        # Text outside modules that will be one unit, until something interrupts it; its context.
-        self._text: list[ModuleRun] = []
-        self._text_context: tuple[ModuleRun, ...] = ()
-        self.single: list[Unit] = []
-        self._schema(schema)
-        found = [self._scaffold(scaffold) for scaffold in schema.scaffolds]
-        self.scaffolds = [unit for unit in found if unit.runs]  # modules may be empty
-        self.scaffolds.sort(key=lambda unit: len(unit.runs), reverse=True)
+    def unit(name: str, runs: Sequence[ModuleRun], *, is_scaffold: bool = False) -> Unit:
+        context = runs[0].context if behind == "schema" else ()
+        if behind == "head" and runs[0].before:
+            context = head
+        return Unit(name, tuple(runs), context, is_scaffold)
 
-    def _schema(self, schema: SchemaNode) -> None:
-        before: list[ModuleRun] = []
-        if self._layout.begin is not None:
-            self._run(self._layout.begin, before)
-        self._nodes(schema.children, before)
-        if self._layout.frames:
-            self._run(self._layout.frames[-1], before)
-        self._end_text()
+    groups = [list(runs) for is_text, runs in groupby(layout.order, _is_in_all) if is_text]
+    groups += [runs for path, runs in own.items() if path and any(run.is_cached for run in runs)]
+    groups.sort(key=lambda runs: order[runs[0]])
+    single = [unit("/".join(runs[0].unit), runs) for runs in groups]
+    held = [(scaffold.name, _held(scaffold, own, order)) for scaffold in scaffolds]
+    joint = [unit(name, runs, is_scaffold=True) for name, runs in held if runs]
+    return single + sorted(joint, key=lambda one: len(one.runs), reverse=True)
 
-    def _nodes(self, children: Sequence[Node], before: list[ModuleRun]) -> None:
-        """Find units among nodes.
 
-        Args:
-            before: cached runs that every prompt with these nodes has before them; those of the
-                nodes that every such prompt has are added.
-        """
-        for child in children:
-            if isinstance(child, Module):
-                self._nodes(child.children, [*before])
-            elif isinstance(child, Union):
-                self._nodes(child.children, before)
-                before += self._stand_in(child)
-            elif isinstance(child, Message):
-                self._nodes(child.children, before)
-            else:
-                assert child.number is not None
-                self._run(self._layout.texts[child.number], before)
+def _is_in_all(run: ModuleRun) -> bool:
+    """Whether the run is text that every prompt has."""
+    return not run.unit and not run.is_param
 
-    def _run(self, run: ModuleRun, before: list[ModuleRun]) -> None:
-        if not run.length:
-            return
-        if run.unit or run.is_param:
-            self._end_text()
-            if run.unit and run.unit not in self._contexts:
-                context = self._contexts[run.unit] = self._context(before)
-                own = tuple(self._own[run.unit])
-                if any(other.is_cached for other in own):
-                    self.single.append(Unit("/".join(run.unit), own, context))
-        else:
-            if not self._text:
-                self._text_context = self._context(before)
-            self._text.append(run)
-        if run.is_cached:
-            before.append(run)
 
-    def _end_text(self) -> None:
-        if self._text:
-            self.single.append(Unit("", tuple(self._text), self._text_context))
-        self._text = []
+def _held(
+    scaffold: Scaffold, own: Mapping[Path, list[ModuleRun]], order: Mapping[ModuleRun, int]
+) -> list[ModuleRun]:
+    """A scaffold's runs: its modules', and those between them in prompts that import all.
 
-    def _stand_in(self, union: Union) -> list[ModuleRun]:
-        """Runs that stand for a union in the contexts after it: those of its stand-in module.
-
-        A module with parameters cannot stand in, since its arguments are not known.
-        """
-        for module in union.children:
-            if module.name == union.stand_in and not module.has_params:
-                return [run for run in self._own[module.path] if run.is_cached]
-        return []
-
-    def _scaffold(self, scaffold: Scaffold) -> Unit:
-        """A scaffold's unit: its modules, and the text between them in prompts that import all."""
-        held = [self._order[run] for path in scaffold.paths for run in self._own[path]]
-        around = {path[:depth] for path in scaffold.paths for depth in range(len(path) + 1)}
-        span = range(min(held), max(held) + 1) if held else ()
-        every = sorted(self._order[run] for path in around for run in self._own[path])
-        runs = tuple(self._layout.order[index] for index in every if index in span)
-        context = self._contexts[runs[0].unit] if runs else ()
-        return Unit(scaffold.name, runs, context, is_scaffold=True)
-
-    def _context(self, before: Sequence[ModuleRun]) -> tuple[ModuleRun, ...]:
-        if self._behind == "schema":
-            return tuple(before)
-        return self._head if before and self._behind == "head" else ()
+    There are none if its modules are empty.
+    """
+    held = [order[run] for path in scaffold.paths for run in own[path]]
+    around = {path[:depth] for path in scaffold.paths for depth in range(len(path) + 1)}
+    span = range(min(held), max(held) + 1) if held else ()
+    every = sorted((run for path in around for run in own[path]), key=order.__getitem__)
+    return [run for run in every if order[run] in span]
 
 
 @dataclass(frozen=True)
@@ -201,11 +145,13 @@ class Recipes:
     """The recipes of all runs of a schema, the same for all its prompts.
 
     Attributes:
-        of: by unit, the recipes of its runs.
+        of: by unit, the recipes of its runs; in the order of `divide`.
         single: each run's recipe when it is encoded with its module, not with a scaffold.
     """
 
-    def __init__(self, units: Units, *, is_compact: bool, is_movable: bool, room: int) -> None:
+    def __init__(
+        self, units: Sequence[Unit], *, is_compact: bool, is_movable: bool, room: int
+    ) -> None:
         """Make all recipes.
 
         Args:
@@ -217,11 +163,10 @@ class Recipes:
         self._is_compact, self._is_movable, self._room = is_compact, is_movable, room
         self.single: dict[ModuleRun, Recipe] = {}
         self.of: dict[Unit, dict[ModuleRun, Recipe]] = {}
-        for unit in units.single:
+        for unit in units:
             self.of[unit] = self._recipes(unit)
-            self.single |= self.of[unit]
-        for unit in units.scaffolds:
-            self.of[unit] = self._recipes(unit)
+            if not unit.is_scaffold:
+                self.single |= self.of[unit]
 
     def _recipes(self, unit: Unit) -> dict[ModuleRun, Recipe]:
         trail, is_true = Trail(is_movable=self._is_movable), True
