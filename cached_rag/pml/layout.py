@@ -182,8 +182,8 @@ class SchemaLayout:
 
     Attributes:
         texts: runs of texts, parameters and marks, by their number in the schema.
-        frames: runs of the chat template: one before each message, one after the last.
-        frame_texts: the text of each of `frames`.
+        frames: texts of the chat template, one before each message and one after the last, with
+            their runs.
         begin: the run of BOS, with which every prompt begins; None in a chat, whose template
             writes BOS.
         size: number of all positions.
@@ -191,8 +191,7 @@ class SchemaLayout:
     """
 
     texts: dict[int, ModuleRun]
-    frames: tuple[ModuleRun, ...]
-    frame_texts: tuple[str, ...]
+    frames: tuple[tuple[str, ModuleRun], ...]
     begin: ModuleRun | None
     size: int
     order: tuple[ModuleRun, ...]
@@ -283,7 +282,7 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> SchemaLayout:
             refuses them.
     """
     unknown = _unknown(tokenization)
-    begin, around, said = None, [], []
+    begin, around = None, list[tuple[str, ModuleRun]]()
     if schema.is_chat:
         roles = [child.role for child in schema.children if isinstance(child, Message)]
         said = frames(tokenization, roles, open_answer=False)
@@ -291,14 +290,12 @@ def lay_out(schema: SchemaNode, tokenization: Tokenization) -> SchemaLayout:
         following = iter(ids)
         setter = _Setter(tokenization, unknown, lambda _, begins: next(following) if begins else ())
         setter.nodes(schema.children)
-        around = [*setter.begins, setter.put(ids[-1])]
+        around = list(zip(said, [*setter.begins, setter.put(ids[-1])], strict=True))
     else:
         setter = _Setter(tokenization, unknown, cache(partial(_markup_ids, tokenization)))
         begin = setter.put(tokenization.begin_ids)
         setter.nodes(schema.children)
-    return SchemaLayout(
-        setter.texts, tuple(around), tuple(said), begin, setter.position, tuple(setter.order)
-    )
+    return SchemaLayout(setter.texts, tuple(around), begin, setter.position, tuple(setter.order))
 
 
 def _unknown(tokenization: Tokenization) -> int | None:
@@ -331,6 +328,7 @@ class Assembler:
 
     Attributes:
         is_compact: prompts have no gaps, so that a token's position is its index.
+        frames: the runs of the chat template in the schema.
     """
 
     def __init__(
@@ -338,6 +336,7 @@ class Assembler:
     ) -> None:
         self._layout, self._tokenization = layout, tokenization
         self.is_compact = is_compact
+        self.frames = frozenset(run for _, run in layout.frames)
         self._frames = lru_cache(64)(self._framed)
         self._markup = cache(partial(_markup_ids, tokenization))
 
@@ -402,9 +401,9 @@ class Assembler:
     def _framed(self, roles: tuple[str, ...]) -> list[list[PromptPiece]]:
         """The template's text around messages, as the schema's runs where the text is theirs."""
         found = []
-        known = list(zip(self._layout.frames, self._layout.frame_texts, strict=True))
+        known = self._layout.frames
         for index, text in enumerate(frames(self._tokenization, roles, open_answer=True)):
-            run, own = known[index] if index < len(known) else (None, "")
+            own, run = known[index] if index < len(known) else ("", None)
             if run is not None and run.ids and text.startswith(own):
                 rest = _frame_ids(self._tokenization, text[len(own) :], is_first=False)
                 found.append([_of(run), *([PromptPiece(rest)] if rest else [])])

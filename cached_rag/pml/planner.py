@@ -6,16 +6,13 @@ Knows no method.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from weakref import WeakKeyDictionary
 
 import torch
-from cachetools import LRUCache
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.prompt_text import Tokens
@@ -28,12 +25,10 @@ from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.library.shelf import Origin
 from cached_rag.methods import Takes
-from cached_rag.pml.layout import Assembler, ModuleRun, PromptPiece, SchemaLayout, lay_out
+from cached_rag.pml.layout import Assembler, ModuleRun, PromptPiece, lay_out
 from cached_rag.pml.nodes import SchemaNode
-from cached_rag.pml.prompt import Argument, Bit, New
+from cached_rag.pml.prompt import Bit, new_text
 from cached_rag.pml.units import Encoded, Recipe, Recipes, RunEncoder, Trail, Unit, divide
-
-_REMEMBERED = 64
 
 
 @dataclass(frozen=True)
@@ -46,10 +41,34 @@ class SchemaPlanner:
     """
 
     model: Backend
-    layout: SchemaLayout
     assembler: Assembler
     encoder: RunEncoder
     units: Sequence[Unit]
+
+    @classmethod
+    def of(cls, node: SchemaNode, engine: Engine, layout: str, behind: str) -> SchemaPlanner:
+        """Lay out a schema on an engine.
+
+        Args:
+            layout, behind: as in `Schema`.
+
+        Raises:
+            ConfigError: the model's chat template does not admit the schema's messages.
+        """
+        # The planner must not hold the engine: planners are kept by weak references to engines.
+        model, tokenization = engine.model, engine.tokenization
+        is_movable = model.rule.is_movable
+        is_compact = layout == "compact" or (layout == "auto" and is_movable)
+        laid_out = lay_out(node, tokenization)
+        units = divide(node.scaffolds, laid_out, behind)
+        room = min(model.context_length, model.rule.limit or model.context_length)
+        recipes = Recipes(units, is_compact=is_compact, is_movable=is_movable, room=room)
+        return cls(
+            model,
+            Assembler(laid_out, tokenization, is_compact=is_compact),
+            RunEncoder(model, engine.library, recipes),
+            [] if model.keeps_states else units,
+        )
 
     def missing(self) -> list[Unit]:
         """The units of which some run has no KV."""
@@ -61,7 +80,7 @@ class SchemaPlanner:
 
         def encode(unit: Unit) -> None:
             with self.model.lock, torch.inference_mode():
-                self.encoder.encode([unit], done=done)
+                self.encoder.encode(unit, done)
 
         for unit in missing:  # answers go on between units
             on_model_thread(partial(encode, unit))
@@ -70,10 +89,6 @@ class SchemaPlanner:
             raise done.problem
         present, seconds = len(self.units) - len(missing), time.perf_counter() - started
         return EncodeSummary(len(missing), present, (), done.tokens, seconds)
-
-    def count_tokens(self, bits: Sequence[Bit]) -> int:
-        """The number of a prompt's tokens."""
-        return sum(len(piece.ids) for piece in self.assembler.pieces(bits))
 
     def bring(self, pieces: Sequence[PromptPiece]) -> list[str]:
         """Bring the prompt's KV from another machine into memory; returns notes for the user."""
@@ -121,13 +136,7 @@ class SchemaPlanner:
     ) -> Iterator[Placement]:
         recipes = self._recipes(pieces)
         clock = Clock()
-        found: dict[ModuleRun, LayerSource | None] = {}
-        origins: dict[ModuleRun, Origin] = {}
-        for run, recipe in recipes.items():
-            behind, ids = recipe.source
-            best = self.encoder.library.shelf.best_encoding([behind], ids, lazy=lazy)
-            found[run], origins[run] = (None, Origin("new")) if best is None else best[1:]
-        self._encode_missing(found, recipes, report)
+        found = self._kv(recipes, report, lazy=lazy)
         report.load_ms = clock.lap()
         trail = Trail(is_movable=self.model.rule.is_movable)
         # The last token's logits are wanted, so it is always computed.
@@ -135,37 +144,41 @@ class SchemaPlanner:
         for piece, start in zip(pieces, starts, strict=True):
             seen = trail.add(piece.ids, start)
             end = min(begin + len(piece.ids), last)
-            kv = found.get(piece.run) if piece.run else None
-            if piece.run and kv is not None and end > begin:
-                recipe = recipes[piece.run]
+            run = piece.run
+            if run is not None and run in found and end > begin:
+                kv, origin = found[run]
                 yield Placement(
                     begin,
                     kv.slice(0, end - begin),
-                    is_exact=recipe.seen == seen,
-                    is_chunk=bool(piece.run.unit) and piece.run.unit not in counted,
-                    source=recipe.source,
-                    origin=origins[piece.run],
-                    name="/".join(piece.run.unit),
+                    is_exact=recipes[run].seen == seen,
+                    is_chunk=bool(run.unit) and run.unit not in counted,
+                    source=recipes[run].source,
+                    origin=origin,
+                    name="/".join(run.unit),
                 )
-                counted.add(piece.run.unit)
+                counted.add(run.unit)
             begin += len(piece.ids)
 
-    def _encode_missing(
-        self,
-        found: dict[ModuleRun, LayerSource | None],
-        recipes: dict[ModuleRun, Recipe],
-        report: Report,
-    ) -> None:
-        """Encode the runs for which no KV was found, and add it to `found`."""
-        missing = [run for run, kv in found.items() if kv is None]
-        units = dict.fromkeys(recipes[run].unit for run in missing)
-        done = self.encoder.encode(units, at_hand=True)
-        for run in missing:
-            found[run] = done.kv[recipes[run].source]
+    def _kv(
+        self, recipes: dict[ModuleRun, Recipe], report: Report, *, lazy: bool
+    ) -> dict[ModuleRun, tuple[LayerSource, Origin]]:
+        """The KV of runs, encoded now where there is none, and where it was."""
+        found: dict[ModuleRun, tuple[LayerSource, Origin]] = {}
+        for run, recipe in recipes.items():
+            behind, ids = recipe.source
+            best = self.encoder.library.shelf.best_encoding([behind], ids, lazy=lazy)
+            if best is not None:
+                found[run] = best[1:]
+        done = Encoded()
+        for run in recipes.keys() - found.keys():
+            if recipes[run].unit not in done.units:
+                self.encoder.encode(recipes[run].unit, done, at_hand=True)
+            found[run] = done.kv[recipes[run].source], Origin("new")
         report.modules_missed = sum(bool(unit.name) for unit in done.units)
         report.missed_tokens = done.tokens
         if done.problem is not None:
             report.notes.append(f"{done.problem} It is computed anew next time.")
+        return found
 
     def _recipes(self, pieces: Sequence[PromptPiece]) -> dict[ModuleRun, Recipe]:
         """The recipe of each run's KV: a scaffold's, if the prompt has all runs of the scaffold."""
@@ -194,7 +207,7 @@ class SchemaPlanner:
         run = piece.run
         if run is None or not run.is_cached or run.start == start:
             return piece
-        if run not in self.layout.frames:
+        if run not in self.assembler.frames:
             raise RelocationError(
                 f"new text pushes {'/'.join(run.unit) or 'the schema'!r} from position "
                 f"{run.start} to {start}, and this model's keys cannot be moved: "
@@ -214,7 +227,7 @@ class PromptPlanner:
     @property
     def text(self) -> str:
         """The prompt's arguments and new text, which are not the schema's."""
-        return "".join(bit.text for bit in self.bits if isinstance(bit, New | Argument))
+        return new_text(self.bits)
 
     def read(self, takes: Takes) -> Callable[..., tuple[Tokens, Plan]]:
         """Tokenise the prompt; returns the rest of `SchemaPlanner.plan`, to be called later.
@@ -227,52 +240,3 @@ class PromptPlanner:
         pieces = self.planner.assembler.pieces(self.bits)
         notes = [] if takes is Takes.NOTHING else self.planner.bring(pieces)
         return partial(self.planner.plan, pieces, takes, notes)
-
-
-# The planners of each engine, by their schemas' keys, so that a schema is laid out once for each.
-_KNOWN: WeakKeyDictionary[Engine, LRUCache[str, SchemaPlanner]] = WeakKeyDictionary()
-_LOOKING = threading.Lock()
-
-
-def planner_of(
-    node: SchemaNode, engine: Engine, *, key: str, layout: str, behind: str
-) -> SchemaPlanner:
-    """A schema's planner on an engine, made before its first prompt. Safe for several threads.
-
-    Args:
-        key: names the schema with its layout and encoding.
-        layout, behind: as in `Schema`.
-
-    Raises:
-        ClosedError: the engine was closed.
-        ConfigError: the model's chat template does not admit the schema's messages.
-    """
-    engine.check_open()
-    with _LOOKING:
-        known = _KNOWN.setdefault(engine, LRUCache(_REMEMBERED))
-        if key not in known:
-            known[key] = _made(node, engine, layout, behind)
-        return known[key]
-
-
-def _made(node: SchemaNode, engine: Engine, layout: str, behind: str) -> SchemaPlanner:
-    """Lay out a schema on an engine."""
-    # The planner must not hold the engine: planners are kept by weak references to engines.
-    model, tokenization = engine.model, engine.tokenization
-    is_movable = model.rule.is_movable
-    is_compact = layout == "compact" or (layout == "auto" and is_movable)
-    laid_out = lay_out(node, tokenization)
-    units = divide(node.scaffolds, laid_out, behind)
-    recipes = Recipes(
-        units,
-        is_compact=is_compact,
-        is_movable=is_movable,
-        room=min(model.context_length, model.rule.limit or model.context_length),
-    )
-    return SchemaPlanner(
-        model,
-        laid_out,
-        Assembler(laid_out, tokenization, is_compact=is_compact),
-        RunEncoder(model, engine.library, recipes),
-        [] if model.keeps_states else units,
-    )

@@ -76,6 +76,11 @@ class New:
 Bit = nodes.Text | nodes.Mark | Argument | New
 
 
+def new_text(bits: Sequence[Bit]) -> str:
+    """A prompt's arguments and new text, which are not the schema's."""
+    return "".join(bit.text for bit in bits if isinstance(bit, New | Argument))
+
+
 def messages(bits: Sequence[Bit]) -> list[tuple[str, str]]:
     """(role, text) of each message; text outside of all messages is the user's."""
     found = [("", "")]

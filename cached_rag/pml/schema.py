@@ -6,10 +6,12 @@ These are the classes that users see. `planner.py` lays out and encodes a schema
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from cachetools import LRUCache
 
@@ -21,19 +23,25 @@ from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.pml.layout import ModuleRun, SchemaLayout, lay_out
 from cached_rag.pml.markup import NOWHERE, Where, parse_markup
-from cached_rag.pml.nodes import Leaf, Mark, Message, Module, Node, Param, SchemaNode, Text, Union
+from cached_rag.pml.nodes import Leaf, Mark, Message, Module, Node, Param, SchemaNode, Union
 from cached_rag.pml.parse import parse_schema
-from cached_rag.pml.planner import PromptPlanner, SchemaPlanner, planner_of
+from cached_rag.pml.planner import PromptPlanner, SchemaPlanner
 from cached_rag.pml.program import Program, read_function
-from cached_rag.pml.prompt import Argument, Bit, New, Part, Said, messages, parse_prompt, select
+from cached_rag.pml.prompt import Bit, Part, Said, messages, new_text, parse_prompt, select
 from cached_rag.pml.units import BEHIND
 
 # Prompts that were handed to a framework as plain text, by that text, so that the LLM at its other
 # end finds the prompt again (`SchemaPrompt.sent`, `receive`). So many characters of new text are
 # remembered in all, and each prompt counts as that many more.
 _REMEMBERED, _EACH = 1 << 24, 1 << 10
-_SENT: LRUCache[str, SchemaPrompt] = LRUCache(_REMEMBERED, lambda prompt: prompt.num_new + _EACH)
+_SENT: LRUCache[str, SchemaPrompt] = LRUCache(
+    _REMEMBERED, lambda prompt: len(new_text(prompt.bits)) + _EACH
+)
 _SENDING = threading.Lock()
+# The planners of each engine, by their schemas' digests, so that each schema is laid out once.
+_KNOWN: WeakKeyDictionary[Engine, LRUCache[str, SchemaPlanner]] = WeakKeyDictionary()
+_LOOKING = threading.Lock()
+_PLANNERS = 64  # of an engine
 LAYOUTS = ("auto", "compact", "schema")
 # Characters of a text that an outline shows.
 _SHOWN = 40
@@ -127,7 +135,15 @@ class Schema:
         Raises:
             ConfigError: the model's chat template does not admit the schema's messages.
         """
-        return _Drawn(lay_out(self.node, tokenization), tokenization).schema(self.node)
+        layout = lay_out(self.node, tokenization)
+        before = [layout.begin] if layout.begin else []
+        behind = [run for _, run in layout.frames[-1:]]
+        found = [
+            *(_template(run, tokenization) for run in before),
+            *(_drawn(child, layout, tokenization) for child in self.node.children),
+            *(_template(run, tokenization) for run in behind),
+        ]
+        return Outline("schema", self.name, layout.size, 0, layout.size, _shown(found))
 
     def prompt(self, /, *parts: Part, **arguments: str) -> SchemaPrompt:
         """Make a prompt of imports, new text between and after them, and new messages at the end.
@@ -179,15 +195,18 @@ class Schema:
         return [unit.name for unit in self.planner(engine).missing()]
 
     def planner(self, engine: Engine) -> SchemaPlanner:
-        """The planner of all the schema's prompts on an engine; made once.
+        """The planner of all the schema's prompts on an engine; made once. Safe for threads.
 
         Raises:
             ClosedError: the engine was closed.
             ConfigError: the model's chat template does not admit the schema's messages.
         """
-        return planner_of(
-            self.node, engine, key=self.digest, layout=self.layout, behind=self.behind
-        )
+        engine.check_open()
+        with _LOOKING:
+            known = _KNOWN.setdefault(engine, LRUCache(_PLANNERS))
+            if self.digest not in known:
+                known[self.digest] = SchemaPlanner.of(self.node, engine, self.layout, self.behind)
+            return known[self.digest]
 
 
 @dataclass(frozen=True)
@@ -217,11 +236,6 @@ class SchemaPrompt:
         """The prompt with text or messages added at its end."""
         return replace(self, parts=(*self.parts, *parts))
 
-    @property
-    def num_new(self) -> int:
-        """How many characters it has that its schema does not."""
-        return sum(len(bit.text) for bit in self.bits if isinstance(bit, New | Argument))
-
     def plain(self) -> str | list[dict[str, str]]:
         """The prompt without PML, for any model: a string, or chat messages."""
         if not self.schema.node.has_messages:
@@ -234,14 +248,16 @@ class SchemaPrompt:
 
     def count_tokens(self, engine: Engine) -> int:
         """The number of the prompt's tokens, with an engine's tokenizer."""
-        return self.schema.planner(engine).count_tokens(self.bits)
+        pieces = self.schema.planner(engine).assembler.pieces(self.bits)
+        return sum(len(piece.ids) for piece in pieces)
 
     def sent(self) -> str | list[dict[str, str]]:
         """As `plain`; remembers the prompt, so that `receive` finds it by the plain text."""
         plain = self.plain()
-        if self.num_new + _EACH <= _REMEMBERED:
-            with _SENDING:
-                _SENT[_key(plain)] = self
+        # One that is too large for the memory is not remembered.
+        key = _key(plain)
+        with _SENDING, suppress(ValueError):
+            _SENT[key] = self
         return plain
 
     @staticmethod
@@ -288,52 +304,35 @@ class Outline:
     children: tuple[Outline, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    layout: SchemaLayout
-    tokenization: Tokenization
-
-    def schema(self, schema: SchemaNode) -> Outline:
-        layout = self.layout
-        around = [layout.begin] if layout.begin else layout.frames[-1:]
-        ends = [self._template(run) for run in around if run.length]
-        found = [self._node(child) for child in self._shown(schema.children)]
-        children = [*ends, *found] if layout.begin else [*found, *ends]
-        return Outline("schema", schema.name, layout.size, 0, layout.size, tuple(children))
-
-    def _shown(self, children: Sequence[Node]) -> Iterator[Node]:
-        """The nodes, without marks for which the template has no text."""
-        for child in children:
-            if not isinstance(child, Mark) or self._run(child).length:
-                yield child
-
-    def _run(self, leaf: Leaf) -> ModuleRun:
-        assert leaf.number is not None
-        return self.layout.texts[leaf.number]
-
-    def _template(self, run: ModuleRun) -> Outline:
-        text = self.tokenization.tokenizer.decode(run.ids)
-        return Outline("template", _short(text), run.length, run.start, run.end)
-
-    def _node(self, node: Node) -> Outline:
+def _drawn(node: Node, layout: SchemaLayout, tokenization: Tokenization) -> Outline:
+    if isinstance(node, Leaf):
+        assert node.number is not None
+        run = layout.texts[node.number]
         if isinstance(node, Mark):
-            return self._template(self._run(node))
-        if isinstance(node, Text):
-            run = self._run(node)
-            return Outline("text", _short(node.text), run.length, run.start, run.end)
+            return _template(run, tokenization)
         if isinstance(node, Param):
-            run = self._run(node)
             return Outline("param", f"{node.name} (at most {node.length})", 0, run.start, run.end)
-        children = tuple(self._node(child) for child in self._shown(node.children))
-        taken = [child for child in children if child.end > child.start]  # modules may be empty
-        start = min((child.start for child in taken), default=0)
-        end = max((child.end for child in taken), default=start)
-        sizes = [child.tokens for child in children]
-        if isinstance(node, Union):
-            return Outline("union", "", max(sizes), start, end, children)
-        kind = node.role if isinstance(node, Message) else "module"
-        label = node.name if isinstance(node, Module) else ""
-        return Outline(kind, label, sum(sizes), start, end, children)
+        return Outline("text", _short(node.text), run.length, run.start, run.end)
+    children = _shown(_drawn(child, layout, tokenization) for child in node.children)
+    taken = [child for child in children if child.end > child.start]  # modules may be empty
+    start = min((child.start for child in taken), default=0)
+    end = max((child.end for child in taken), default=start)
+    sizes = [child.tokens for child in children]
+    if isinstance(node, Union):
+        return Outline("union", "", max(sizes), start, end, children)
+    kind = node.role if isinstance(node, Message) else "module"
+    label = node.name if isinstance(node, Module) else ""
+    return Outline(kind, label, sum(sizes), start, end, children)
+
+
+def _shown(drawn: Iterable[Outline]) -> tuple[Outline, ...]:
+    """The nodes, without those of a chat template that has no text there."""
+    return tuple(one for one in drawn if one.kind != "template" or one.tokens)
+
+
+def _template(run: ModuleRun, tokenization: Tokenization) -> Outline:
+    text = tokenization.tokenizer.decode(run.ids)
+    return Outline("template", _short(text), run.length, run.start, run.end)
 
 
 def _short(text: str) -> str:

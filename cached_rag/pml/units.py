@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 
@@ -231,26 +231,17 @@ class RunEncoder:
         recipes = self.recipes.of[unit].values()
         return all(self.library.shelf.holds(*recipe.source) for recipe in recipes)
 
-    def encode(
-        self, units: Iterable[Unit], *, at_hand: bool = False, done: Encoded | None = None
-    ) -> Encoded:
-        """Compute the KV of units, and keep it.
+    def encode(self, unit: Unit, done: Encoded, *, at_hand: bool = False) -> None:
+        """Compute the KV of a unit, and of its context where it has none, and keep it.
 
         Args:
-            at_hand: also return all the KV.
-            done: the result of earlier calls, to which this one adds its own.
+            done: what was encoded before, to which this is added.
+            at_hand: also add all the KV.
 
         Raises:
             ContextOverflowError: a unit's positions exceed the model's context.
             RelocationError: a unit reaches positions at which the model's frequencies change.
         """
-        done = done or Encoded()
-        for unit in units:
-            if unit not in done.units:
-                self._encode(unit, done, at_hand=at_hand)
-        return done
-
-    def _encode(self, unit: Unit, done: Encoded, *, at_hand: bool) -> None:
         context = {run: self._context(run, done) for run in unit.context}
         computed = self._compute(unit, context)
         for run, recipe in self.recipes.of[unit].items():
@@ -269,7 +260,7 @@ class RunEncoder:
         recipe = self.recipes.single[run]
         found = done.kv.get(recipe.source) or self.library.shelf.fetch(*recipe.source)
         if found is None:
-            self._encode(recipe.unit, done, at_hand=True)
+            self.encode(recipe.unit, done, at_hand=True)
             found = done.kv[recipe.source]
         return found
 
