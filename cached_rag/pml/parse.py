@@ -70,26 +70,17 @@ class _Parser:
         tags = [e for e in content if isinstance(e, Element)]
         is_chat = any(e.tag in nodes.ROLES for e in tags) and not any(map(_holds_messages, tags))
         if is_chat:
-            content = list(self._messages(content))
+            why = (
+                "beside messages: a schema with <system>, <user> or <assistant> holds everything "
+                "inside them, or has messages in its modules"
+            )
+            content = list(_only(nodes.ROLES, content, why))
         children = tuple(self._nodes(content, self._within(root, _Around())))
         self._check_unique(nodes.scope(children))
         known = nodes.modules(children)
         found = tuple(self._scaffold(element, known) for element in scaffolds)
         self._check_unique(found)
         return nodes.SchemaNode(name, children, found, is_chat)
-
-    def _messages(self, content: Sequence[Element | Chars]) -> Iterator[Element]:
-        """The content's messages; refuses anything else beside them."""
-        for part in content:
-            if isinstance(part, Element) and part.tag in nodes.ROLES:
-                yield part
-            elif isinstance(part, Element) or part.text.strip():
-                what = f"<{part.tag}>" if isinstance(part, Element) else "text"
-                raise PMLError(
-                    f"{what} beside messages: a schema with <system>, <user> or <assistant> holds "
-                    "everything inside them, or has messages in its modules",
-                    part.where,
-                )
 
     def _nodes(self, content: Sequence[Element | Chars], around: _Around) -> Iterator[nodes.Node]:
         for part in content:
@@ -177,14 +168,10 @@ class _Parser:
             self._separator = wider(self._separator, spaces[0])
         before, after = self._separator, spaces[-1] if spaces else ""
         children: list[nodes.Module] = []
-        for part in element.content:
-            if isinstance(part, Element) and part.tag == "module":
-                self._separator = before
-                children.append(self._module(part, inside, number))
-                after = wider(after, self._separator or "")
-            elif isinstance(part, Element) or part.text.strip():
-                what = f"<{part.tag}>" if isinstance(part, Element) else "text"
-                raise PMLError(f"{what} in a union, which holds modules only", part.where)
+        for part in _only(("module",), element.content, "in a union, which holds modules only"):
+            self._separator = before
+            children.append(self._module(part, inside, number))
+            after = wider(after, self._separator or "")
         if not children:
             raise PMLError("an empty union", element.where)
         self._separator = after
@@ -254,6 +241,16 @@ class _Parser:
     def _number(self) -> int:
         self._count += 1
         return self._count - 1
+
+
+def _only(tags: Sequence[str], content: Sequence[Element | Chars], why: str) -> Iterator[Element]:
+    """The content's elements, if it has none but these, and no text."""
+    for part in content:
+        if isinstance(part, Element) and part.tag in tags:
+            yield part
+        elif isinstance(part, Element) or part.text.strip():
+            what = f"<{part.tag}>" if isinstance(part, Element) else "text"
+            raise PMLError(f"{what} {why}", part.where)
 
 
 def _holds_messages(element: Element) -> bool:

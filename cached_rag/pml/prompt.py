@@ -15,8 +15,6 @@ import cached_rag.pml.nodes as nodes
 from cached_rag.errors import PMLError
 from cached_rag.pml.markup import NOWHERE, Chars, Element, Where, check_attributes, nearest, split
 
-_END: nodes.Path = ("",)  # no module's path: stands for the end, where text after all imports goes
-
 
 @dataclass(frozen=True)
 class Import:
@@ -98,9 +96,9 @@ class _Choice:
     """What a prompt imports and adds, collected by `read` from its parts.
 
     Attributes:
-        imports: by the module's path.
+        imports: by the module's path, which is empty for the prompt itself.
         of_unions: the name of the module imported from each union, by the union's number.
-        before, after: new text before or after a module, by its path; or at `_END`.
+        before, after: new text before or after a module, by its path; or at the end of all.
         said: new messages.
     """
 
@@ -116,29 +114,23 @@ class _Choice:
         """Collect parts that stand directly in the schema, or in the module at path `scope`."""
         known = nodes.modules(children)
         last: nodes.Path | None = None
-        waiting: list[str] = []
-        imports = [index for index, part in enumerate(parts) if isinstance(part, Import)]
-        for index, part in enumerate(parts):
+        added: list[str] = []  # since the last import
+        for part in parts:
             self._check(part)
             if isinstance(part, Said):
                 self._say(part, scope)
             elif self.said:
-                what = part if isinstance(part, str) else part.name
-                where = NOWHERE if isinstance(part, str) else part.where
+                what, where = (part, NOWHERE) if isinstance(part, str) else (part.name, part.where)
                 raise PMLError(f"{what!r} stands behind a message; put it before", where)
             elif isinstance(part, str):
-                is_last = not imports or index > imports[-1]
-                if is_last and (not scope or last is None):
-                    self.after[scope or _END].append(part)
-                elif last is not None:
-                    self.after[last].append(part)
-                else:
-                    waiting.append(part)
+                added.append(part)
             else:
                 module = self._module(part, known, scope)
-                self.before[module.path] += waiting
-                waiting, last = [], module.path
+                place = self.before[module.path] if last is None else self.after[last]
+                place += added
+                added, last = [], module.path
                 self.read(part.parts, module.children, module.path)
+        self.after[last if scope and last else scope] += added
 
     def _check(self, part: object) -> None:
         match part:
@@ -215,7 +207,7 @@ def select(
             choice.said[0].where,
         )
     bits = list(_bits(schema.children, choice))
-    if added := choice.after[_END]:
+    if added := choice.after[()]:
         _add(bits, added, schema)
     bits += [bit for said in choice.said for bit in _framed(said.role, [said.text])]
     return _spaced(bits)
