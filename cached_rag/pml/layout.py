@@ -14,8 +14,8 @@ written by hand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 
 from tokenizers.decoders import ByteLevel
@@ -23,7 +23,18 @@ from tokenizers.decoders import ByteLevel
 from cached_rag.backends.prompt_text import Rendered
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.errors import ConfigError, PMLError
-from cached_rag.pml.nodes import Mark, Message, Module, Node, Param, Path, SchemaNode, Text, Union
+from cached_rag.pml.nodes import (
+    Leaf,
+    Mark,
+    Message,
+    Module,
+    Node,
+    Param,
+    Path,
+    SchemaNode,
+    Text,
+    Union,
+)
 from cached_rag.pml.prompt import Argument, Bit
 
 Ids = tuple[int, ...]
@@ -176,126 +187,109 @@ class ModuleRun:
         return not self.ids
 
 
-@dataclass(frozen=True)
 class SchemaLayout:
-    """A schema's runs.
+    """A schema's runs, each at its positions.
 
     Attributes:
         texts: runs of texts, parameters and marks, by their number in the schema.
         frames: texts of the chat template, one before each message and one after the last, with
-            their runs.
-        begin: the run of BOS, with which every prompt begins; None in a chat, whose template
+            their runs; none if messages stand in modules.
+        begin: the run of BOS, with which every prompt begins; empty in a chat, whose template
             writes BOS.
         size: number of all positions.
         order: all runs in document order.
-    """
-
-    texts: dict[int, ModuleRun]
-    frames: tuple[tuple[str, ModuleRun], ...]
-    begin: ModuleRun | None
-    size: int
-    order: tuple[ModuleRun, ...]
-
-
-@dataclass
-class _Setter:
-    """Gives runs their positions, one run after another.
-
-    Attributes:
-        unknown: id of the unknown token that stands for an argument; None for none.
         markup: called with a role and whether its message begins; gives the template's token ids.
-        position: of the next run.
-        before: of the next run; see `ModuleRun`.
     """
 
-    tokenization: Tokenization
-    unknown: int | None
-    markup: Callable[[str, bool], Ids]
-    position: int = 0
-    before: Before = None
-    texts: dict[int, ModuleRun] = field(default_factory=dict)
-    order: list[ModuleRun] = field(default_factory=list)
-    begins: list[ModuleRun] = field(default_factory=list)
+    def __init__(self, schema: SchemaNode, tokenization: Tokenization) -> None:
+        """Give all runs their positions, one after another.
 
-    def put(self, ids: Ids, unit: Path = (), *, is_cached: bool = True) -> ModuleRun:
-        run = ModuleRun(ids, self.position, len(ids), unit, ids, is_cached, self.before)
-        return self._add(run)
+        Raises:
+            ConfigError: the model has no chat template and the schema has messages, or the template
+                refuses them.
+        """
+        self._tokenization, self._unknown = tokenization, _unknown(tokenization)
+        self.texts: dict[int, ModuleRun] = {}
+        self.frames: list[tuple[str, ModuleRun]] = []
+        self.size = 0
+        self.order: list[ModuleRun] = []
+        self.markup = cache(partial(_markup_ids, tokenization))
+        self._before: Before = None
+        self._said: list[str] = []
+        if schema.is_chat:
+            roles = [child.role for child in schema.children if isinstance(child, Message)]
+            self._said = frames(tokenization, roles, open_answer=False)
+        self.begin = self._put(() if schema.is_chat else tokenization.begin_ids)
+        self._nodes(schema.children)
+        if schema.is_chat:
+            self._frame()
 
-    def _add(self, run: ModuleRun) -> ModuleRun:
-        self.position = run.end
+    def _put(
+        self, fill: Ids, unit: Path = (), *, is_cached: bool = True, room: int | None = None
+    ) -> ModuleRun:
+        """Put tokens, or a parameter's placeholder where there is `room` for its argument."""
+        ids, length = (fill, len(fill)) if room is None else ((), room)
+        run = ModuleRun(ids, self.size, length, unit, fill, is_cached, self._before)
+        self.size = run.end
         if run.length:
             self.order.append(run)
-            if run.is_cached:
-                self.before = run, self.before
+            if is_cached:
+                self._before = run, self._before
         return run
 
-    def nodes(self, children: tuple[Node, ...]) -> None:
+    def _frame(self) -> ModuleRun:
+        """Put the chat template's next text."""
+        text = self._said[len(self.frames)]
+        run = self._put(_frame_ids(self._tokenization, text, is_first=not self.frames))
+        self.frames.append((text, run))
+        return run
+
+    def _nodes(self, children: Sequence[Node]) -> None:
         for child in children:
-            if isinstance(child, Text):
-                ids = tuple(self.tokenization.following(child.text).ids)
-                self.texts[child.number] = self.put(ids, child.unit, is_cached=child.is_cached)
-            elif isinstance(child, Param):
-                fill = self._placeholder(child)
-                place = self.position, child.length
-                run = ModuleRun((), *place, child.unit, fill, is_cached=False, before=self.before)
-                self.texts[child.number] = self._add(run)
-            elif isinstance(child, Mark):
+            if isinstance(child, Leaf):
                 assert child.number is not None
-                ids = self.markup(child.role, child.is_begin)
-                run = self.put(ids, child.unit, is_cached=child.is_cached)
-                self.texts[child.number] = run
-                if child.is_begin:
-                    self.begins.append(run)
+                self.texts[child.number] = self._leaf(child)
             elif isinstance(child, Union):
                 self._union(child)
             else:
-                before = self.before
-                self.nodes(child.children)
+                before = self._before
+                self._nodes(child.children)
                 if isinstance(child, Module):
-                    self.before = before
+                    self._before = before
+
+    def _leaf(self, leaf: Leaf) -> ModuleRun:
+        if isinstance(leaf, Param):
+            fill = self._placeholder(leaf)
+            return self._put(fill, leaf.unit, is_cached=False, room=leaf.length)
+        if isinstance(leaf, Text):
+            ids = tuple(self._tokenization.following(leaf.text).ids)
+        elif not self._said:
+            ids = self.markup(leaf.role, leaf.is_begin)
+        elif leaf.is_begin:
+            return self._frame()
+        else:
+            ids = ()
+        return self._put(ids, leaf.unit, is_cached=leaf.is_cached)
 
     def _union(self, union: Union) -> None:
-        begin = longest = self.position
+        begin = longest = self.size
         stand_in: list[ModuleRun] = []
         for child in union.children:
-            self.position, first = begin, len(self.order)
-            self.nodes((child,))
-            longest = max(longest, self.position)
+            self.size, first = begin, len(self.order)
+            self._nodes((child,))
+            longest = max(longest, self.size)
             if child.name == union.stand_in and not child.has_params:  # arguments are not known
                 stand_in = [run for run in self.order[first:] if run.unit == child.path]
-        self.position = longest
+        self.size = longest
         for run in stand_in:
             if run.is_cached:
-                self.before = run, self.before
+                self._before = run, self._before
 
     def _placeholder(self, param: Param) -> Ids:
+        """Tokens in an argument's place: the parameter's own, and unknown ones if there are any."""
         text = param.lead + param.placeholder if param.placeholder else ""
-        ids = tuple(self.tokenization.following(text).ids)[: param.length] if text else ()
-        return ids if self.unknown is None else ids + (self.unknown,) * (param.length - len(ids))
-
-
-def lay_out(schema: SchemaNode, tokenization: Tokenization) -> SchemaLayout:
-    """All positions of a schema.
-
-    Raises:
-        ConfigError: the model has no chat template and the schema has messages, or the template
-            refuses them.
-    """
-    unknown = _unknown(tokenization)
-    begin, around = None, list[tuple[str, ModuleRun]]()
-    if schema.is_chat:
-        roles = [child.role for child in schema.children if isinstance(child, Message)]
-        said = frames(tokenization, roles, open_answer=False)
-        ids = [_frame_ids(tokenization, text, is_first=not i) for i, text in enumerate(said)]
-        following = iter(ids)
-        setter = _Setter(tokenization, unknown, lambda _, begins: next(following) if begins else ())
-        setter.nodes(schema.children)
-        around = list(zip(said, [*setter.begins, setter.put(ids[-1])], strict=True))
-    else:
-        setter = _Setter(tokenization, unknown, cache(partial(_markup_ids, tokenization)))
-        begin = setter.put(tokenization.begin_ids)
-        setter.nodes(schema.children)
-    return SchemaLayout(setter.texts, tuple(around), begin, setter.position, tuple(setter.order))
+        ids = tuple(self._tokenization.following(text).ids)[: param.length] if text else ()
+        return ids if self._unknown is None else ids + (self._unknown,) * (param.length - len(ids))
 
 
 def _unknown(tokenization: Tokenization) -> int | None:
@@ -338,22 +332,20 @@ class Assembler:
         self.is_compact = is_compact
         self.frames = frozenset(run for _, run in layout.frames)
         self._frames = lru_cache(64)(self._framed)
-        self._markup = cache(partial(_markup_ids, tokenization))
 
     def pieces(self, bits: Sequence[Bit]) -> list[PromptPiece]:
-        """A prompt's tokens, the header of the answer included.
+        """A prompt's tokens, the header of the answer included; no piece is empty.
 
         Raises:
             PMLError: an argument has more tokens than its parameter admits.
         """
-        if self._layout.frames:
-            return self._chat(bits)
-        begin = self._layout.begin
-        found = [_of(begin)] if begin and begin.ids else []
-        found += [self._piece(bit) for bit in bits]
-        if bits and isinstance(bits[-1], Mark):
-            found.append(PromptPiece(self._markup("", True)))
-        return found
+        if self.frames:
+            found = self._chat(bits)
+        else:
+            found = [_of(self._layout.begin), *map(self._piece, bits)]
+            if bits and isinstance(bits[-1], Mark):
+                found.append(PromptPiece(self._layout.markup("", True)))
+        return [piece for piece in found if piece.ids]
 
     def _chat(self, bits: Sequence[Bit]) -> list[PromptPiece]:
         """A prompt of messages only, with the chat template around all of them."""
@@ -385,7 +377,7 @@ class Assembler:
         if isinstance(bit, Text | Mark) and bit.number is not None:
             return _of(self._layout.texts[bit.number])
         if isinstance(bit, Mark):
-            return PromptPiece(self._markup(bit.role, bit.is_begin))
+            return PromptPiece(self._layout.markup(bit.role, bit.is_begin))
         ids = tuple(self._tokenization.following(bit.text).ids)
         if not isinstance(bit, Argument):
             return PromptPiece(ids)
@@ -406,7 +398,7 @@ class Assembler:
             own, run = known[index] if index < len(known) else ("", None)
             if run is not None and run.ids and text.startswith(own):
                 rest = _frame_ids(self._tokenization, text[len(own) :], is_first=False)
-                found.append([_of(run), *([PromptPiece(rest)] if rest else [])])
+                found.append([_of(run), PromptPiece(rest)])
             else:
                 ids = _frame_ids(self._tokenization, text, is_first=not index)
                 found.append([PromptPiece(ids)])

@@ -25,7 +25,7 @@ from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.library.shelf import Origin
 from cached_rag.methods import Takes
-from cached_rag.pml.layout import Assembler, ModuleRun, PromptPiece, lay_out
+from cached_rag.pml.layout import Assembler, ModuleRun, PromptPiece, SchemaLayout
 from cached_rag.pml.nodes import SchemaNode
 from cached_rag.pml.prompt import Bit, new_text
 from cached_rag.pml.units import Encoded, Recipe, Recipes, RunEncoder, Trail, Unit, divide
@@ -59,7 +59,7 @@ class SchemaPlanner:
         model, tokenization = engine.model, engine.tokenization
         is_movable = model.rule.is_movable
         is_compact = layout == "compact" or (layout == "auto" and is_movable)
-        laid_out = lay_out(node, tokenization)
+        laid_out = SchemaLayout(node, tokenization)
         units = divide(node.scaffolds, laid_out, behind)
         room = min(model.context_length, model.rule.limit or model.context_length)
         recipes = Recipes(units, is_compact=is_compact, is_movable=is_movable, room=room)
@@ -115,7 +115,6 @@ class SchemaPlanner:
                 be moved.
         """
         report.notes += [note for note in notes if note not in report.notes]
-        pieces = [piece for piece in pieces if piece.ids]
         ids = [token for piece in pieces for token in piece.ids]
         tokens = Tokens(ids, [0] * len(ids), [0] * len(ids))
         if takes is Takes.NOTHING:
@@ -183,8 +182,7 @@ class SchemaPlanner:
     def _recipes(self, pieces: Sequence[PromptPiece]) -> dict[ModuleRun, Recipe]:
         """The recipe of each run's KV: a scaffold's, if the prompt has all runs of the scaffold."""
         single = self.encoder.recipes.single
-        # A run without tokens, as some templates leave them around messages, has no recipe.
-        there = {piece.run for piece in pieces if piece.run is not None and piece.ids}
+        there = {piece.run for piece in pieces if piece.run is not None}
         chosen = {run: single[run] for run in there if run.is_cached}
         held: set[ModuleRun] = set()
         for scaffold in (unit for unit in self.units if unit.is_scaffold):  # large ones first

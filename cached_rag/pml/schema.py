@@ -21,7 +21,7 @@ from cached_rag.engine.planner import Planner
 from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
-from cached_rag.pml.layout import ModuleRun, SchemaLayout, lay_out
+from cached_rag.pml.layout import ModuleRun, SchemaLayout
 from cached_rag.pml.markup import NOWHERE, Where, parse_markup
 from cached_rag.pml.nodes import Leaf, Mark, Message, Module, Node, Param, SchemaNode, Union
 from cached_rag.pml.parse import parse_schema
@@ -135,14 +135,10 @@ class Schema:
         Raises:
             ConfigError: the model's chat template does not admit the schema's messages.
         """
-        layout = lay_out(self.node, tokenization)
-        before = [layout.begin] if layout.begin else []
-        behind = [run for _, run in layout.frames[-1:]]
-        found = [
-            *(_template(run, tokenization) for run in before),
-            *(_drawn(child, layout, tokenization) for child in self.node.children),
-            *(_template(run, tokenization) for run in behind),
-        ]
+        layout = SchemaLayout(self.node, tokenization)
+        found = [_drawn(child, layout, tokenization) for child in self.node.children]
+        found.insert(0, _template(layout.begin, tokenization))
+        found += [_template(run, tokenization) for _, run in layout.frames[-1:]]
         return Outline("schema", self.name, layout.size, 0, layout.size, _shown(found))
 
     def prompt(self, /, *parts: Part, **arguments: str) -> SchemaPrompt:

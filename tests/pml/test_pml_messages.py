@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from cached_rag import ConfigError, Engine, Import, Said, Schema, wrap_model
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.report import Report
-from cached_rag.pml.layout import answer_header, lay_out, role_marks
+from cached_rag.pml.layout import SchemaLayout, answer_header, role_marks
 
 ROLES = Path(__file__).parent / "files" / "roles.xml"
 WHOLE = """<schema name="whole">
@@ -90,7 +90,7 @@ def test_a_template_that_begins_with_bos_has_it_once():
 
 def test_the_markup_is_part_of_the_modules_tokens(engine):
     schema = Schema.from_string(WHOLE)
-    layout = lay_out(schema.node, engine.tokenization)
+    layout = SchemaLayout(schema.node, engine.tokenization)
     said = [token for run in layout.order if run.unit == ("copper",) for token in run.ids]
     text = "<|im_start|>user\nCopper turns green in the air.<|im_end|>\n"
     assert engine.model.tokenizer.decode(said) == text

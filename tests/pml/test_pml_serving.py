@@ -18,7 +18,7 @@ from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.cli import main as cli
 from cached_rag.engine.report import Report
 from cached_rag.errors import ContextOverflowError, PMLError
-from cached_rag.pml.layout import frames, lay_out
+from cached_rag.pml.layout import SchemaLayout, frames
 from docs.experiments import __main__ as experiments
 from docs.experiments.schemas import evaluate_schema, schema_trials
 
@@ -69,7 +69,7 @@ def test_documents_never_become_control_tokens(engine):
 
 
 def test_union_children_share_their_start_and_parameters_have_their_room(engine):
-    layout = lay_out(house().node, engine.tokenization)
+    layout = SchemaLayout(house().node, engine.tokenization)
     cellar, attic = own(layout, "cellar")[0], own(layout, "attic")[0]
     assert cellar.start == attic.start
     after = next(run for run in layout.order if run.start >= max(cellar.end, attic.end))
@@ -111,7 +111,7 @@ def test_modules_that_are_not_cached_are_computed(engine):
     schema = house()
     with_attic = engine.generate(asked(schema, "attic"), method="reuse", max_tokens=1).report
     assert with_attic.modules_hit == 1
-    attic = own(lay_out(schema.node, engine.tokenization), "attic")[0]
+    attic = own(SchemaLayout(schema.node, engine.tokenization), "attic")[0]
     alone = engine.generate(
         schema.prompt(Import("door"), Said("user", "Why?"), what="a wall"),
         method="reuse",
@@ -168,7 +168,7 @@ def test_schemas_beyond_the_context_serve_prompts_that_fit():
         for i in range(5)
     )
     schema = Schema.from_string(f'<schema name="long">{modules}</schema>', layout="compact")
-    assert lay_out(schema.node, engine.tokenization).size > engine.model.context_length
+    assert SchemaLayout(schema.node, engine.tokenization).size > engine.model.context_length
     done = engine.generate(schema.prompt(Import("m4"), "Why?"), method="reuse", max_tokens=4)
     assert done.report.modules_hit == 1
     far = replace(schema, layout="schema")
@@ -299,7 +299,7 @@ def test_show_draws_tokens_and_positions(files, model_folder):
     assert "param what (at most 30)" in shown.stdout
     options = ["--model", model_folder, "--json"]
     tree = json.loads(run(cli.app, ["schema", "show", str(files / "house.xml"), *options]).stdout)
-    layout = lay_out(house().node, Tokenization(tiny_tokenizer()))
+    layout = SchemaLayout(house().node, Tokenization(tiny_tokenizer()))
     assert tree["end"] == layout.size
     leaves = [leaf for leaf in _leaves(tree) if leaf["kind"] != "param"]
     every = [run for run in layout.order if not run.is_param]
