@@ -74,7 +74,7 @@ class Program:
 
 def _imported(name: str, events: Iterator[Event]) -> Import:
     """The import of a module, from its events up to the one that ends it."""
-    parts: list[Import | str] = []
+    parts: list[Import] = []
     arguments: dict[str, object] = {}
     for event in events:
         if event is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import cached_rag.pml.nodes as nodes
 from cached_rag.errors import PMLError
@@ -18,19 +17,19 @@ from cached_rag.pml.markup import NOWHERE, Chars, Element, Where, check_attribut
 
 @dataclass(frozen=True)
 class Import:
-    """A module that a prompt takes from its schema.
+    """A module that a prompt takes from its schema; a whole prompt is an import of the schema.
 
     Attributes:
-        parts: imports of modules inside it, and new text between them.
+        parts: imports of modules inside it, and new text between them; in a prompt also messages.
         arguments: arguments of its parameters, by name.
     """
 
     name: str
-    parts: tuple[Import | str, ...]
+    parts: tuple[Part, ...]
     arguments: Mapping[str, str]
     where: Where
 
-    def __init__(self, name: str, /, *parts: Import | str, **arguments: object) -> None:
+    def __init__(self, name: str, /, *parts: Part, **arguments: object) -> None:
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "parts", parts)
         given = {name: str(value) for name, value in arguments.items() if value is not None}
@@ -108,14 +107,14 @@ class _Choice:
     after: dict[nodes.Path, list[str]] = field(default_factory=lambda: defaultdict(list))
     said: list[Said] = field(default_factory=list)
 
-    def read(
-        self, parts: Sequence[Part], children: tuple[nodes.Node, ...], scope: nodes.Path
-    ) -> None:
-        """Collect parts that stand directly in the schema, or in the module at path `scope`."""
+    def read(self, asked: Import, children: tuple[nodes.Node, ...], scope: nodes.Path = ()) -> None:
+        """Collect what is imported of the schema, or of the module at path `scope`."""
+        self._check_arguments(asked, children, repr(asked.name) if scope else "the schema itself")
+        self.imports[scope] = asked
         known = nodes.modules(children)
         last: nodes.Path | None = None
         added: list[str] = []  # since the last import
-        for part in parts:
+        for part in asked.parts:
             self._check(part)
             if isinstance(part, Said):
                 self._say(part, scope)
@@ -129,7 +128,7 @@ class _Choice:
                 place = self.before[module.path] if last is None else self.after[last]
                 place += added
                 added, last = [], module.path
-                self.read(part.parts, module.children, module.path)
+                self.read(part, module.children, module.path)
         self.after[last if scope and last else scope] += added
 
     def _check(self, part: object) -> None:
@@ -157,8 +156,6 @@ class _Choice:
         module = known[part.name]
         if module.path in self.imports:
             raise PMLError(f"{part.name!r} is imported twice", part.where)
-        self.check_arguments(part, module.children, repr(part.name))
-        self.imports[module.path] = part
         if module.union is not None:
             first = self.of_unions.setdefault(module.union, module.name)
             if first != module.name:
@@ -169,7 +166,7 @@ class _Choice:
                 )
         return module
 
-    def check_arguments(self, part: Import, children: tuple[nodes.Node, ...], named: str) -> None:
+    def _check_arguments(self, part: Import, children: tuple[nodes.Node, ...], named: str) -> None:
         """Refuse arguments for which there is no parameter among the children."""
         own = nodes.params(children)
         for name in part.arguments.keys() - own.keys():
@@ -177,29 +174,18 @@ class _Choice:
             raise PMLError(f"{named} has no parameter {name!r}{hint}", part.where)
 
 
-def select(
-    schema: nodes.SchemaNode,
-    parts: Sequence[Part],
-    arguments: Mapping[str, str],
-    where: Where,
-) -> tuple[Bit, ...]:
+def select(schema: nodes.SchemaNode, prompt: Import) -> tuple[Bit, ...]:
     """All of a prompt in order: the schema's texts that it has, arguments and new text.
 
     New text stands after the import before it, or before the first import. New text after the last
     import stands at the end of the schema; in a chat, it goes into a message of the user.
 
-    Args:
-        arguments: arguments of parameters outside all modules.
-        where: the prompt's place, for errors.
-
     Raises:
         PMLError: the prompt imports or sets what the schema does not have, or imports two modules
             of a union; or one of the parts is none.
     """
-    root = Import(schema.name, **arguments).at(where)
-    choice = _Choice({(): root})
-    choice.check_arguments(root, schema.children, "the schema itself")
-    choice.read(parts, schema.children, ())
+    choice = _Choice()
+    choice.read(prompt, schema.children)
     if choice.said and not schema.has_messages:
         raise PMLError(
             f"<{choice.said[0].role}> in a prompt whose schema has no messages; put the text "
@@ -258,16 +244,19 @@ def _spaced(bits: Sequence[Bit]) -> tuple[Bit, ...]:
     return tuple(spaced)
 
 
-def parse_prompt(root: Element) -> tuple[list[Part], dict[str, str]]:
-    """The parts of a <prompt> element, and arguments of parameters outside all modules.
+def parse_prompt(root: Element, schema: str) -> Import:
+    """What a <prompt> element imports of the schema of this name.
 
     Raises:
-        PMLError: the element is no prompt.
+        PMLError: the element is no prompt, or one of another schema.
     """
     if root.tag != "prompt":
         raise PMLError(f"a prompt's root is <prompt>, not <{root.tag}>", root.where)
-    arguments = {name: value for name, value in root.attributes.items() if name != "schema"}
-    return list(_parts(root)), arguments
+    arguments = dict(root.attributes)
+    wanted = arguments.pop("schema", schema)
+    if wanted != schema:
+        raise PMLError(f"this prompt is of schema {wanted!r}, and this is {schema!r}", root.where)
+    return Import(schema, *_parts(root), **arguments).at(root.where)
 
 
 def _parts(element: Element) -> Iterator[Part]:
@@ -292,8 +281,7 @@ def _parts(element: Element) -> Iterator[Part]:
             text = "".join(_text(c) for c in part.content if isinstance(c, Chars))
             yield Said(part.tag, text.lstrip(), part.where)
         else:
-            inner: Any = _parts(part)
-            yield Import(part.tag, *inner, **part.attributes).at(part.where)
+            yield Import(part.tag, *_parts(part), **part.attributes).at(part.where)
 
 
 def _text(chars: Chars) -> str:

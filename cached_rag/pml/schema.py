@@ -22,12 +22,12 @@ from cached_rag.errors import ConfigError, PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
 from cached_rag.pml.layout import ModuleRun, SchemaLayout
-from cached_rag.pml.markup import NOWHERE, Where, parse_markup
+from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import Leaf, Mark, Message, Module, Node, Param, SchemaNode, Union
 from cached_rag.pml.parse import parse_schema
 from cached_rag.pml.planner import PromptPlanner, SchemaPlanner
 from cached_rag.pml.program import Program, read_function
-from cached_rag.pml.prompt import Bit, Part, Said, messages, new_text, parse_prompt, select
+from cached_rag.pml.prompt import Bit, Import, Part, Said, messages, new_text, parse_prompt, select
 from cached_rag.pml.units import BEHIND
 
 # Prompts that were handed to a framework as plain text, by that text, so that the LLM at its other
@@ -151,7 +151,7 @@ class Schema:
         Raises:
             PMLError: it imports or sets what the schema does not have; or one of the parts is none.
         """
-        return SchemaPrompt(self, parts, arguments)
+        return SchemaPrompt(self, Import(self.name, *parts, **arguments))
 
     def prompt_from_string(self, source: str, *, file: str | None = None) -> SchemaPrompt:
         """Parse a <prompt>.
@@ -159,13 +159,7 @@ class Schema:
         Raises:
             PMLError: it is not valid, or of another schema.
         """
-        root = parse_markup(source, file)
-        parts, arguments = parse_prompt(root)
-        wanted = root.attributes.get("schema", self.name)
-        if wanted != self.name:
-            what = f"this prompt is of schema {wanted!r}, and this is {self.name!r}"
-            raise PMLError(what, root.where)
-        return SchemaPrompt(self, tuple(parts), arguments, root.where)
+        return SchemaPrompt(self, parse_prompt(parse_markup(source, file), self.name))
 
     def prompt_from_file(self, path: str | Path) -> SchemaPrompt:
         """As `prompt_from_string`, from a UTF-8 file."""
@@ -210,8 +204,7 @@ class SchemaPrompt:
     """A prompt derived from a schema, for `Engine.generate`.
 
     Attributes:
-        parts, arguments: as in `Schema.prompt`.
-        where: the place at which it was read, for errors.
+        imported: what it imports of the schema, and adds.
         bits: the whole prompt in order, see `select`.
 
     Raises:
@@ -219,18 +212,17 @@ class SchemaPrompt:
     """
 
     schema: Schema
-    parts: tuple[Part, ...]
-    arguments: Mapping[str, str]
-    where: Where = NOWHERE
+    imported: Import
     bits: tuple[Bit, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        bits = select(self.schema.node, self.parts, self.arguments, self.where)
-        object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "bits", select(self.schema.node, self.imported))
 
     def then(self, *parts: str | Said) -> SchemaPrompt:
         """The prompt with text or messages added at its end."""
-        return replace(self, parts=(*self.parts, *parts))
+        old = self.imported
+        more = Import(old.name, *old.parts, *parts, **old.arguments).at(old.where)
+        return SchemaPrompt(self.schema, more)
 
     def plain(self) -> str | list[dict[str, str]]:
         """The prompt without PML, for any model: a string, or chat messages."""

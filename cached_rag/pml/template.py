@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import update_wrapper
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from cached_rag.errors import PMLError
 from cached_rag.pml.markup import Element, Where, nearest, parse_markup
 from cached_rag.pml.program import read_function
-from cached_rag.pml.prompt import Import, Part, Said
+from cached_rag.pml.prompt import Import, Part, Said, parse_prompt
 from cached_rag.pml.schema import Schema, SchemaPrompt
 
 # What braces may be: doubled, around a variable, or alone, which is a mistake.
@@ -32,8 +32,7 @@ class SchemaTemplate:
     """
 
     schema: Schema
-    parts: tuple[Part, ...]
-    arguments: Mapping[str, str]
+    imported: Import
     variables: tuple[str, ...]
     optional: ClassVar[tuple[str, ...]] = ()
 
@@ -44,9 +43,9 @@ class SchemaTemplate:
         Raises:
             PMLError: it is not valid, or of another schema.
         """
-        prompt = schema.prompt_from_string(source)
-        names = dict.fromkeys(_names(parse_markup(source)), "")  # here, where places are known
-        found = cls(schema, prompt.parts, prompt.arguments, tuple(names))
+        root = parse_markup(source)
+        names = dict.fromkeys(_names(root), "")  # here, where places are known
+        found = cls(schema, parse_prompt(root, schema.name), tuple(names))
         found.fill(**names)  # finds mistakes now, not at the first call
         return found
 
@@ -59,24 +58,21 @@ class SchemaTemplate:
         for name in self.variables:
             if name not in values:
                 raise PMLError(f"no value for {{{name}}}{nearest(name, values)}")
-        arguments = {name: text.format(**values) for name, text in self.arguments.items()}
-        return self.schema.prompt(*_filled(self.parts, values), **arguments)
+        return SchemaPrompt(self.schema, _filled(self.imported, values))
 
 
-def _filled(parts: Sequence[Part], values: Mapping[str, object]) -> list[Part]:
-    """The parts with their values; of a text whose values are empty nothing is left."""
-    filled = (_fill(part, values) for part in parts)
-    return [part for part in filled if part != ""]
-
-
-def _fill(part: Part, values: Mapping[str, object]) -> Part:
-    if isinstance(part, str):
-        return part.format(**values)
-    if isinstance(part, Said):
-        return replace(part, text=part.text.format(**values))
-    inside = _filled(part.parts, values)
-    arguments = {name: text.format(**values) for name, text in part.arguments.items()}
-    return Import(part.name, *inside, **arguments).at(part.where)  # type: ignore[arg-type]
+def _filled(asked: Import, values: Mapping[str, object]) -> Import:
+    """An import with values; of a text whose values are empty nothing is left."""
+    parts: list[Part] = []
+    for part in asked.parts:
+        if isinstance(part, Import):
+            parts.append(_filled(part, values))
+        elif isinstance(part, Said):
+            parts.append(replace(part, text=part.text.format(**values)))
+        elif text := part.format(**values):
+            parts.append(text)
+    arguments = {name: text.format(**values) for name, text in asked.arguments.items()}
+    return Import(asked.name, *parts, **arguments).at(asked.where)
 
 
 def _names(element: Element) -> Iterator[str]:
@@ -151,8 +147,7 @@ class PromptFunction:
         Raises:
             TypeError: they are not the function's.
         """
-        said = self.program.call(*args, **kwargs)
-        return self.schema.prompt(*said.parts, **said.arguments)
+        return SchemaPrompt(self.schema, self.program.call(*args, **kwargs))
 
     def fill(self, /, **values: object) -> SchemaPrompt:
         """As a call with keyword arguments."""
