@@ -28,22 +28,16 @@ from cached_rag.methods import Takes
 from cached_rag.pml.layout import Assembler, ModuleRun, PromptPiece, SchemaLayout
 from cached_rag.pml.nodes import SchemaNode
 from cached_rag.pml.prompt import Bit, new_text
-from cached_rag.pml.units import Encoded, Recipe, Recipes, RunEncoder, Trail, Unit, divide
+from cached_rag.pml.units import Encoded, Recipe, RunEncoder, Trail, Unit, divide
 
 
 @dataclass(frozen=True)
 class SchemaPlanner:
-    """Plans prompts of one schema on one model.
-
-    Attributes:
-        units: all units that can be encoded; none for models with states, whose prompts are
-            planned as text.
-    """
+    """Plans prompts of one schema on one model."""
 
     model: Backend
     assembler: Assembler
     encoder: RunEncoder
-    units: Sequence[Unit]
 
     @classmethod
     def of(cls, node: SchemaNode, engine: Engine, layout: str, behind: str) -> SchemaPlanner:
@@ -60,15 +54,17 @@ class SchemaPlanner:
         is_movable = model.rule.is_movable
         is_compact = layout == "compact" or (layout == "auto" and is_movable)
         laid_out = SchemaLayout(node, tokenization)
-        units = divide(node.scaffolds, laid_out, behind)
-        room = min(model.context_length, model.rule.limit or model.context_length)
-        recipes = Recipes(units, is_compact=is_compact, is_movable=is_movable, room=room)
+        units = [] if model.keeps_states else divide(node.scaffolds, laid_out, behind)
         return cls(
             model,
             Assembler(laid_out, tokenization, is_compact=is_compact),
-            RunEncoder(model, engine.library, recipes),
-            [] if model.keeps_states else units,
+            RunEncoder(model, engine.library, units, is_compact=is_compact),
         )
+
+    @property
+    def units(self) -> list[Unit]:
+        """All that can be encoded; nothing for models with states, to which prompts are text."""
+        return list(self.encoder.of)
 
     def missing(self) -> list[Unit]:
         """The units of which some run has no KV."""
@@ -181,12 +177,11 @@ class SchemaPlanner:
 
     def _recipes(self, pieces: Sequence[PromptPiece]) -> dict[ModuleRun, Recipe]:
         """The recipe of each run's KV: a scaffold's, if the prompt has all runs of the scaffold."""
-        single = self.encoder.recipes.single
         there = {piece.run for piece in pieces if piece.run is not None}
-        chosen = {run: single[run] for run in there if run.is_cached}
+        chosen = {run: self.encoder.single[run] for run in there if run.is_cached}
         held: set[ModuleRun] = set()
-        for scaffold in (unit for unit in self.units if unit.is_scaffold):  # large ones first
-            own = self.encoder.recipes.of[scaffold]
+        for scaffold in self.encoder.scaffolds:
+            own = self.encoder.of[scaffold]
             texts = {run for run in scaffold.runs if not run.is_param}
             if texts <= there and held.isdisjoint(own):
                 chosen |= own

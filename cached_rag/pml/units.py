@@ -141,65 +141,6 @@ class Trail:
         return self._hash.hexdigest()
 
 
-class Recipes:
-    """The recipes of all runs of a schema, the same for all its prompts.
-
-    Attributes:
-        of: by unit, the recipes of its runs; in the order of `divide`.
-        single: each run's recipe when it is encoded with its module, not with a scaffold.
-    """
-
-    def __init__(
-        self, units: Sequence[Unit], *, is_compact: bool, is_movable: bool, room: int
-    ) -> None:
-        """Make all recipes.
-
-        Args:
-            is_compact: prompts have no gaps. Scaffolds are then encoded without gaps, too, so that
-                their KV is what full prefill would compute.
-            is_movable: keys can be moved, so that only distances between tokens matter.
-            room: how many positions the model has before its rotary frequencies change.
-        """
-        self._is_compact, self._is_movable, self._room = is_compact, is_movable, room
-        self.single: dict[ModuleRun, Recipe] = {}
-        self.of: dict[Unit, dict[ModuleRun, Recipe]] = {}
-        for unit in units:
-            self.of[unit] = self._recipes(unit)
-            if not unit.is_scaffold:
-                self.single |= self.of[unit]
-
-    def _recipes(self, unit: Unit) -> dict[ModuleRun, Recipe]:
-        trail, is_true = Trail(is_movable=self._is_movable), True
-        names = []
-        found: dict[ModuleRun, Recipe] = {}
-        at = self.positions(unit)
-        for run in unit.context:
-            seen = trail.add(run.ids, at[run])
-            known = self.single[run]
-            names.append(known.name)
-            is_true = is_true and known.seen == seen
-        before = digest(*names)
-        for run in unit.runs:
-            seen = trail.add(run.fill, at[run])
-            if run.is_cached:
-                name = digest(before, seen)
-                found[run] = Recipe(unit, name, run.ids, seen if is_true else None)
-        return found
-
-    def positions(self, unit: Unit) -> dict[ModuleRun, int]:
-        """First position of each run of a unit and its context, while the unit is encoded."""
-        every = (*unit.context, *unit.runs)
-        is_beyond = unit.runs[-1].end > self._room
-        is_closed = is_beyond or (self._is_compact and unit.is_scaffold)
-        if not (is_closed and self._is_movable):
-            return {run: run.start for run in every}
-        found, position = {}, 0
-        for run in every:
-            found[run] = position
-            position += run.length
-        return found
-
-
 @dataclass
 class Encoded:
     """The result of encoding.
@@ -218,17 +159,68 @@ class Encoded:
     problem: StoreError | None = None
 
 
-@dataclass(frozen=True)
 class RunEncoder:
-    """Encodes the units of one schema."""
+    """Names the KV of a schema's runs, the same for all its prompts, and computes it.
 
-    model: Backend
-    library: Library
-    recipes: Recipes
+    Attributes:
+        of: by unit, the recipes of its runs; in the order of `divide`.
+        single: each run's recipe when it is encoded with its module, not with a scaffold.
+        scaffolds: the units of scaffolds, those of most runs first.
+    """
+
+    def __init__(
+        self, model: Backend, library: Library, units: Sequence[Unit], *, is_compact: bool
+    ) -> None:
+        """Make all recipes.
+
+        Args:
+            is_compact: prompts have no gaps. Scaffolds are then encoded without gaps, too, so that
+                their KV is what full prefill would compute.
+        """
+        self.library, self._model, self._is_compact = library, model, is_compact
+        self.scaffolds = [unit for unit in units if unit.is_scaffold]
+        self.single: dict[ModuleRun, Recipe] = {}
+        self.of: dict[Unit, dict[ModuleRun, Recipe]] = {}
+        for unit in units:
+            self.of[unit] = self._recipes(unit)
+            if not unit.is_scaffold:
+                self.single |= self.of[unit]
+
+    def _recipes(self, unit: Unit) -> dict[ModuleRun, Recipe]:
+        trail, is_true = Trail(is_movable=self._model.rule.is_movable), True
+        names = []
+        found: dict[ModuleRun, Recipe] = {}
+        at = self._positions(unit)
+        for run in unit.context:
+            seen = trail.add(run.ids, at[run])
+            known = self.single[run]
+            names.append(known.name)
+            is_true = is_true and known.seen == seen
+        before = digest(*names)
+        for run in unit.runs:
+            seen = trail.add(run.fill, at[run])
+            if run.is_cached:
+                name = digest(before, seen)
+                found[run] = Recipe(unit, name, run.ids, seen if is_true else None)
+        return found
+
+    def _positions(self, unit: Unit) -> dict[ModuleRun, int]:
+        """First position of each run of a unit and its context, while the unit is encoded."""
+        every = (*unit.context, *unit.runs)
+        rule, room = self._model.rule, self._model.context_length
+        is_beyond = unit.runs[-1].end > min(room, rule.limit or room)
+        is_closed = is_beyond or (self._is_compact and unit.is_scaffold)
+        if not (is_closed and rule.is_movable):
+            return {run: run.start for run in every}
+        found, position = {}, 0
+        for run in every:
+            found[run] = position
+            position += run.length
+        return found
 
     def holds(self, unit: Unit) -> bool:
         """Whether all runs of a unit have KV."""
-        recipes = self.recipes.of[unit].values()
+        recipes = self.of[unit].values()
         return all(self.library.shelf.holds(*recipe.source) for recipe in recipes)
 
     def encode(self, unit: Unit, done: Encoded, *, at_hand: bool = False) -> None:
@@ -244,7 +236,7 @@ class RunEncoder:
         """
         context = {run: self._context(run, done) for run in unit.context}
         computed = self._compute(unit, context)
-        for run, recipe in self.recipes.of[unit].items():
+        for run, recipe in self.of[unit].items():
             try:
                 self.library.put(recipe.source[0], computed[run])
                 is_kept = True
@@ -257,7 +249,7 @@ class RunEncoder:
 
     def _context(self, run: ModuleRun, done: Encoded) -> ModuleKV:
         """KV of a run that a unit is encoded behind; computed first if there is none."""
-        recipe = self.recipes.single[run]
+        recipe = self.single[run]
         found = done.kv.get(recipe.source) or self.library.shelf.fetch(*recipe.source)
         if found is None:
             self.encode(recipe.unit, done, at_hand=True)
@@ -266,19 +258,19 @@ class RunEncoder:
 
     def _compute(self, unit: Unit, context: dict[ModuleRun, ModuleKV]) -> dict[ModuleRun, ModuleKV]:
         """KV of a unit's runs, computed in one forward pass over the KV of their context."""
-        at = self.recipes.positions(unit)
+        at = self._positions(unit)
         every = (*unit.context, *unit.runs)
         ids = [token for run in every for token in run.fill]
         positions = [at[run] + offset for run in every for offset in range(len(run.fill))]
         self._check_room(unit, positions[-1] + 1)
-        buffer = KVBuffer.like(self.model.shapes, len(ids)).lay_out(positions)
+        buffer = KVBuffer.like(self._model.shapes, len(ids)).lay_out(positions)
         slot = 0
         for run, kv in context.items():
-            self.model.rule.check(at[run] - kv.start, positions[-1] + 1)
-            buffer.place(kv, slot, self.model.rule)
+            self._model.rule.check(at[run] - kv.start, positions[-1] + 1)
+            buffer.place(kv, slot, self._model.rule)
             slot += run.length
         slots = torch.arange(slot, len(ids))
-        self.model.prefill(buffer, torch.tensor([ids]), slots, num_logits=0)
+        self._model.prefill(buffer, torch.tensor([ids]), slots, num_logits=0)
         found = {}
         for run in unit.runs:
             if run.is_cached:
@@ -287,10 +279,10 @@ class RunEncoder:
         return found
 
     def _check_room(self, unit: Unit, length: int) -> None:
-        self.model.rule.check(0, length)
-        if length > self.model.context_length:
+        self._model.rule.check(0, length)
+        if length > self._model.context_length:
             raise ContextOverflowError(
                 f"{unit.name or 'the schema itself'!r} reaches position {length}, beyond the "
-                f"model's context of {self.model.context_length}; split it, or put modules that "
+                f"model's context of {self._model.context_length}; split it, or put modules that "
                 "exclude each other into a <union>"
             )
