@@ -118,7 +118,7 @@ def read_function(function: Callable[..., Any]) -> Program:
     code = function.__code__
     hidden = {*code.co_varnames, *code.co_cellvars}  # parameters, and what is assigned to
     scope = {name: value for name, value in _scope(function).items() if name not in hidden}
-    content = Reader(file, lengths, scope).block(tree.body)
+    content = Reader(file, lengths, scope).read(tree)
     return Program(tree.name, where, content, _compiled(function, tree, file))
 
 
@@ -179,7 +179,15 @@ class Reader:
     scope: Mapping[str, Any]
     _taken: set[str] = field(default_factory=set)
 
-    def block(self, body: list[ast.stmt]) -> Content:
+    def read(self, tree: ast.FunctionDef) -> Content:
+        """The PML of the function; replaces its statements."""
+        statements = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Yield | ast.YieldFrom) and node not in statements:
+                raise self._fail("`yield` is a statement of its own here", node)
+        return self._block(tree.body)
+
+    def _block(self, body: list[ast.stmt]) -> Content:
         """The PML of a list of statements; replaces the statements in the list."""
         found: Content = []
         rewritten: list[ast.stmt] = []
@@ -200,15 +208,12 @@ class Reader:
             return self._text(node.value)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.YieldFrom):
             return self._call(node.value)
-        if isinstance(node, ast.If):
-            return [self._if(node)], [node]
-        if isinstance(node, ast.Match):
-            return [self._match(node)], [node]
+        if isinstance(node, ast.If | ast.Match):
+            return [self._branches(node)], [node]
         if isinstance(node, ast.With):
             return [self._message(node)], node.body
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if is_docstring or isinstance(node, ast.Pass | ast.Assign | ast.AnnAssign):
-            self._refuse_yields(node)
             return [], [node]
         raise self._fail(
             f"a prompt function cannot use `{type(node).__name__.lower()}`: it yields text, "
@@ -216,11 +221,6 @@ class Reader:
             "say is known before it runs",
             node,
         )
-
-    def _refuse_yields(self, node: ast.AST | None) -> None:
-        for inner in ast.walk(node) if node is not None else ():
-            if isinstance(inner, ast.Yield | ast.YieldFrom):
-                raise self._fail("`yield` is a statement of its own here", inner)
 
     # Text ------------------------------------------------------------------------------------
 
@@ -262,37 +262,17 @@ class Reader:
 
     # Branches --------------------------------------------------------------------------------
 
-    def _if(self, node: ast.If) -> Element:
-        arms = [self._arm(shown, body) for shown, body in self._arms(node)]
-        return arms[0] if len(arms) == 1 else self._union(arms, node)
-
-    def _arms(self, node: ast.If) -> Iterator[tuple[str, list[ast.stmt]]]:
-        """The condition of `if`, each `elif` and `else`, as source text, with its statements."""
-        self._refuse_yields(node.test)
-        yield ast.unparse(node.test), node.body
-        if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
-            yield from self._arms(node.orelse[0])
-        elif node.orelse:
-            yield _OTHERWISE, node.orelse
-
-    def _match(self, node: ast.Match) -> Element:
-        self._refuse_yields(node.subject)
-        arms = []
-        for case in node.cases:
-            self._refuse_yields(case.guard)
-            guard = f" if {ast.unparse(case.guard)}" if case.guard is not None else ""
-            shown = ast.unparse(case.pattern) + guard
-            arms.append(self._arm(_OTHERWISE if shown == "_" else shown, case.body))
-        return self._union(arms, node)
-
-    def _union(self, arms: list[Element], node: ast.AST) -> Element:
+    def _branches(self, node: ast.If | ast.Match) -> Element:
+        arms = [self._arm(shown, body) for shown, body in _arms(node)]
+        if len(arms) == 1:
+            return arms[0]
         return Element("union", _KEEP_SPACE, self._where(node), [*arms])
 
     def _arm(self, shown: str, body: list[ast.stmt]) -> Element:
         """One branch as a module; its rewritten statements yield the module's begin and end."""
         name, where = self._name(shown), self._where(body[0])
         outer, self._taken = self._taken, set()
-        content = self.block(body)
+        content = self._block(body)
         self._taken = outer
         body[:] = [_say(ast.Constant(name)), *body, _say(ast.Constant(None))]
         return Element("module", {"name": name, **_KEEP_SPACE}, where, content)
@@ -317,7 +297,7 @@ class Reader:
         role = _called(node.items[0].context_expr)
         if role not in ROLES or len(node.items) != 1:
             raise self._fail("`with` takes system(), user() or assistant() here", node)
-        return Element(role, _KEEP_SPACE, self._where(node), self.block(node.body))
+        return Element(role, _KEEP_SPACE, self._where(node), self._block(node.body))
 
     def _name(self, shown: str) -> str:
         """A valid module name made of source text, different from the names beside it."""
@@ -337,6 +317,21 @@ class Reader:
 
     def _fail(self, what: str, node: ast.AST) -> PMLError:
         return PMLError(what, self._where(node))
+
+
+def _arms(node: ast.If | ast.Match) -> Iterator[tuple[str, list[ast.stmt]]]:
+    """Each branch's condition, as source text, and its statements."""
+    if isinstance(node, ast.Match):
+        for case in node.cases:
+            guard = f" if {ast.unparse(case.guard)}" if case.guard is not None else ""
+            shown = ast.unparse(case.pattern) + guard
+            yield _OTHERWISE if shown == "_" else shown, case.body
+        return
+    yield ast.unparse(node.test), node.body
+    if len(node.orelse) == 1 and isinstance(node.orelse[0], ast.If):
+        yield from _arms(node.orelse[0])
+    elif node.orelse:
+        yield _OTHERWISE, node.orelse
 
 
 def _called(node: ast.expr) -> str:
