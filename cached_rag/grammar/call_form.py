@@ -247,13 +247,11 @@ class _Discovery:
 
 def _split(text: str, arguments: Mapping[str, Any]) -> list[str]:
     """The pieces of a text around a call's name, and the names and values of its arguments."""
-    parts = []
-    for mark in (_NAME, *(str(one) for pair in arguments.items() for one in pair)):
-        part, text = text.split(mark, 1)  # a ValueError where there is none
-        parts.append(part)
-    if _NAME in parts[1]:  # it is written twice
+    marks = [_NAME, *(str(one) for pair in arguments.items() for one in pair)]
+    any_mark = "|".join(marks)
+    if re.findall(any_mark, text)[: len(marks)] != marks:
         raise ValueError(_UNKNOWN)
-    return [*parts, text]
+    return re.split(any_mark, text, maxsplit=len(marks))
 
 
 def _around_json(text: str, arguments: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -15,7 +15,7 @@ written by hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache, partial
 
 from tokenizers.decoders import ByteLevel
@@ -165,7 +165,7 @@ class ModuleRun:
     unit: Path
     fill: Ids
     is_cached: bool
-    before: Before
+    before: Before = field(repr=False)
 
     @property
     def end(self) -> int:

@@ -86,8 +86,8 @@ class _Builder:
     def __init__(self, file: str | None) -> None:
         self._file = file
         self._open = [Element("", {}, NOWHERE)]
-        self._said: Chars | None = None  # the text that is being read, and the pieces of it
-        self._pieces: list[str] = []
+        self._pieces: list[str] = []  # of the text that is being read, and where it began
+        self._begun = NOWHERE
         self._is_code = False
         # The source is a string encoded here, so its XML declaration of an encoding does not count.
         self._parser = ParserCreate("utf-8")
@@ -129,16 +129,16 @@ class _Builder:
         self._open.pop()
 
     def _chars(self, text: str) -> None:
-        if self._said is None:
-            self._said = Chars("", self._where(), self._is_code)
-            self._open[-1].content.append(self._said)
+        if not self._pieces:
+            self._begun = self._where()
         self._pieces.append(text)
 
     def _end_chars(self) -> None:
         """Join the pieces only here: the parser may give one per line."""
-        if self._said is not None:
-            self._said.text = "".join(self._pieces)
-        self._said, self._pieces = None, []
+        if self._pieces:
+            said = Chars("".join(self._pieces), self._begun, self._is_code)
+            self._open[-1].content.append(said)
+        self._pieces = []
 
     def _set_code(self, is_code: bool) -> None:
         self._end_chars()  # what stands beside CDATA loses its indentation, as other text does

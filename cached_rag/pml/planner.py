@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import torch
 
@@ -88,8 +87,8 @@ class SchemaPlanner:
 
     def bring(self, pieces: Sequence[PromptPiece]) -> list[str]:
         """Bring the prompt's KV from another machine into memory; returns notes for the user."""
-        recipes = self._recipes(pieces).values()
-        return self.encoder.library.shelf.bring([[recipe.source] for recipe in recipes])
+        wanted = [[recipe.source] for recipe in self._recipes(pieces).values()]
+        return self.encoder.library.shelf.bring(wanted)
 
     def plan(
         self,
@@ -121,9 +120,8 @@ class SchemaPlanner:
         placements = tuple(self._placements(pieces, starts, report, lazy=lazy))
         at = None
         if not self.assembler.is_compact:
-            lengths = [len(piece.ids) for piece in pieces]
-            spans = [range(s, s + n) for s, n in zip(starts, lengths, strict=True)]
-            at = tuple(chain.from_iterable(spans))
+            placed = zip(pieces, starts, strict=True)
+            at = tuple(start + i for piece, start in placed for i in range(len(piece.ids)))
         return tokens, Plan(placements, (), len(ids), positions=at).taking(takes)
 
     def _placements(
