@@ -188,7 +188,7 @@ class ModuleRun:
 
 
 class SchemaLayout:
-    """A schema's runs, each at its positions.
+    """A schema's runs, each at its positions; turns its prompts into tokens.
 
     Attributes:
         texts: runs of texts, parameters and marks, by their number in the schema.
@@ -214,6 +214,7 @@ class SchemaLayout:
         self.size = 0
         self.order: list[ModuleRun] = []
         self.markup = cache(partial(_markup_ids, tokenization))
+        self._framed = lru_cache(64)(self._framing)
         self._before: Before = None
         self._said: list[str] = []
         if schema.is_chat:
@@ -291,6 +292,64 @@ class SchemaLayout:
         ids = tuple(self._tokenization.following(text).ids)[: param.length] if text else ()
         return ids if self._unknown is None else ids + (self._unknown,) * (param.length - len(ids))
 
+    def pieces(self, bits: Sequence[Bit]) -> list[PromptPiece]:
+        """A prompt's tokens, the header of the answer included; no piece is empty.
+
+        Raises:
+            PMLError: an argument has more tokens than its parameter admits.
+        """
+        if self.frames:
+            found = self._chat(bits)
+        else:
+            found = [_of(self.begin), *map(self._piece, bits)]
+            if bits and isinstance(bits[-1], Mark):
+                found.append(PromptPiece(self.markup("", True)))
+        return [piece for piece in found if piece.ids]
+
+    def _chat(self, bits: Sequence[Bit]) -> list[PromptPiece]:
+        """A prompt of messages only, with the chat template around all of them."""
+        begins = [bit for bit in bits if isinstance(bit, Mark) and bit.is_begin]
+        *before, last = self._framed(tuple(mark.role for mark in begins))
+        frames, found = iter(before), []
+        for bit in bits:
+            if not isinstance(bit, Mark):
+                found.append(self._piece(bit))
+            elif bit.is_begin:
+                found += next(frames)
+        # The pieces after the question are new text without a run, so that they are computed: some
+        # methods take the last computed text for the question.
+        return [*found, *(PromptPiece(piece.ids) for piece in last)]
+
+    def _piece(self, bit: Bit) -> PromptPiece:
+        if isinstance(bit, Text | Mark) and bit.number is not None:
+            return _of(self.texts[bit.number])
+        if isinstance(bit, Mark):
+            return PromptPiece(self.markup(bit.role, bit.is_begin))
+        ids = tuple(self._tokenization.following(bit.text).ids)
+        if not isinstance(bit, Argument):
+            return PromptPiece(ids)
+        if len(ids) > bit.param.length:
+            raise PMLError(
+                f"the argument {bit.text.strip()!r} has {len(ids)} tokens and parameter "
+                f"{bit.param.name!r} takes {bit.param.length} at most; shorten it, or raise len in "
+                "the schema",
+                bit.where,
+            )
+        return PromptPiece(ids, start=self.texts[bit.param.number].start)
+
+    def _framing(self, roles: tuple[str, ...]) -> list[list[PromptPiece]]:
+        """The template's text around messages, as the schema's runs where the text is theirs."""
+        found = []
+        for index, text in enumerate(frames(self._tokenization, roles, open_answer=True)):
+            own, run = self.frames[index] if index < len(self.frames) else ("", None)
+            if run is not None and run.ids and text.startswith(own):
+                rest = _frame_ids(self._tokenization, text[len(own) :], is_first=False)
+                found.append([_of(run), PromptPiece(rest)])
+            else:
+                ids = _frame_ids(self._tokenization, text, is_first=not index)
+                found.append([PromptPiece(ids)])
+        return found
+
 
 def _unknown(tokenization: Tokenization) -> int | None:
     """The unknown token's id, which the paper puts in a parameter's place; None if there is none.
@@ -317,92 +376,21 @@ class PromptPiece:
     start: int | None = None
 
 
-class Assembler:
-    """Turns prompts of one schema into tokens.
+def starts_of(pieces: Sequence[PromptPiece], *, is_compact: bool) -> list[int]:
+    """The position of each piece's first token.
 
-    Attributes:
-        is_compact: prompts have no gaps, so that a token's position is its index.
-        frames: the runs of the chat template in the schema.
+    Args:
+        is_compact: there are no gaps, so that a token's position is its index.
     """
-
-    def __init__(
-        self, layout: SchemaLayout, tokenization: Tokenization, *, is_compact: bool
-    ) -> None:
-        self._layout, self._tokenization = layout, tokenization
-        self.is_compact = is_compact
-        self.frames = frozenset(run for _, run in layout.frames)
-        self._frames = lru_cache(64)(self._framed)
-
-    def pieces(self, bits: Sequence[Bit]) -> list[PromptPiece]:
-        """A prompt's tokens, the header of the answer included; no piece is empty.
-
-        Raises:
-            PMLError: an argument has more tokens than its parameter admits.
-        """
-        if self.frames:
-            found = self._chat(bits)
-        else:
-            found = [_of(self._layout.begin), *map(self._piece, bits)]
-            if bits and isinstance(bits[-1], Mark):
-                found.append(PromptPiece(self._layout.markup("", True)))
-        return [piece for piece in found if piece.ids]
-
-    def _chat(self, bits: Sequence[Bit]) -> list[PromptPiece]:
-        """A prompt of messages only, with the chat template around all of them."""
-        begins = [bit for bit in bits if isinstance(bit, Mark) and bit.is_begin]
-        *before, last = self._frames(tuple(mark.role for mark in begins))
-        frames, found = iter(before), []
-        for bit in bits:
-            if not isinstance(bit, Mark):
-                found.append(self._piece(bit))
-            elif bit.is_begin:
-                found += next(frames)
-        # The pieces after the question are new text without a run, so that they are computed: some
-        # methods take the last computed text for the question.
-        return [*found, *(PromptPiece(piece.ids) for piece in last)]
-
-    def starts(self, pieces: Sequence[PromptPiece]) -> list[int]:
-        """The position of each piece's first token."""
-        found: list[int] = []
-        moved = following = 0
-        for piece in pieces:
-            if piece.start is not None and not self.is_compact:
-                moved = max(moved, following - piece.start)
-                following = piece.start + moved
-            found.append(following)
-            following += len(piece.ids)
-        return found
-
-    def _piece(self, bit: Bit) -> PromptPiece:
-        if isinstance(bit, Text | Mark) and bit.number is not None:
-            return _of(self._layout.texts[bit.number])
-        if isinstance(bit, Mark):
-            return PromptPiece(self._layout.markup(bit.role, bit.is_begin))
-        ids = tuple(self._tokenization.following(bit.text).ids)
-        if not isinstance(bit, Argument):
-            return PromptPiece(ids)
-        if len(ids) > bit.param.length:
-            raise PMLError(
-                f"the argument {bit.text.strip()!r} has {len(ids)} tokens and parameter "
-                f"{bit.param.name!r} takes {bit.param.length} at most; shorten it, or raise len in "
-                "the schema",
-                bit.where,
-            )
-        return PromptPiece(ids, start=self._layout.texts[bit.param.number].start)
-
-    def _framed(self, roles: tuple[str, ...]) -> list[list[PromptPiece]]:
-        """The template's text around messages, as the schema's runs where the text is theirs."""
-        found = []
-        known = self._layout.frames
-        for index, text in enumerate(frames(self._tokenization, roles, open_answer=True)):
-            own, run = known[index] if index < len(known) else ("", None)
-            if run is not None and run.ids and text.startswith(own):
-                rest = _frame_ids(self._tokenization, text[len(own) :], is_first=False)
-                found.append([_of(run), PromptPiece(rest)])
-            else:
-                ids = _frame_ids(self._tokenization, text, is_first=not index)
-                found.append([PromptPiece(ids)])
-        return found
+    found: list[int] = []
+    moved = following = 0
+    for piece in pieces:
+        if piece.start is not None and not is_compact:
+            moved = max(moved, following - piece.start)
+            following = piece.start + moved
+        found.append(following)
+        following += len(piece.ids)
+    return found
 
 
 def _of(run: ModuleRun) -> PromptPiece:

@@ -24,7 +24,7 @@ from cached_rag.library.encode import EncodeSummary
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.library.shelf import Origin
 from cached_rag.methods import Takes
-from cached_rag.pml.layout import Assembler, ModuleRun, PromptPiece, SchemaLayout
+from cached_rag.pml.layout import ModuleRun, PromptPiece, SchemaLayout, starts_of
 from cached_rag.pml.nodes import SchemaNode
 from cached_rag.pml.prompt import Bit, new_text
 from cached_rag.pml.units import Encoded, Recipe, RunEncoder, Trail, Unit, divide
@@ -32,11 +32,16 @@ from cached_rag.pml.units import Encoded, Recipe, RunEncoder, Trail, Unit, divid
 
 @dataclass(frozen=True)
 class SchemaPlanner:
-    """Plans prompts of one schema on one model."""
+    """Plans prompts of one schema on one model.
+
+    Attributes:
+        is_compact: prompts have no gaps.
+    """
 
     model: Backend
-    assembler: Assembler
+    layout: SchemaLayout
     encoder: RunEncoder
+    is_compact: bool
 
     @classmethod
     def of(cls, node: SchemaNode, engine: Engine, layout: str, behind: str) -> SchemaPlanner:
@@ -49,16 +54,12 @@ class SchemaPlanner:
             ConfigError: the model's chat template does not admit the schema's messages.
         """
         # The planner must not hold the engine: planners are kept by weak references to engines.
-        model, tokenization = engine.model, engine.tokenization
-        is_movable = model.rule.is_movable
-        is_compact = layout == "compact" or (layout == "auto" and is_movable)
-        laid_out = SchemaLayout(node, tokenization)
+        model = engine.model
+        is_compact = layout == "compact" or (layout == "auto" and model.rule.is_movable)
+        laid_out = SchemaLayout(node, engine.tokenization)
         units = [] if model.keeps_states else divide(node.scaffolds, laid_out, behind)
-        return cls(
-            model,
-            Assembler(laid_out, tokenization, is_compact=is_compact),
-            RunEncoder(model, engine.library, units, is_compact=is_compact),
-        )
+        encoder = RunEncoder(model, engine.library, units, is_compact=is_compact)
+        return cls(model, laid_out, encoder, is_compact)
 
     @property
     def units(self) -> list[Unit]:
@@ -114,12 +115,12 @@ class SchemaPlanner:
         tokens = Tokens(ids, [0] * len(ids), [0] * len(ids))
         if takes is Takes.NOTHING:
             return tokens, Plan((), (), len(ids))
-        starts = self.assembler.starts(pieces)
+        starts = starts_of(pieces, is_compact=self.is_compact)
         if not self.model.rule.is_movable:
             pieces = list(map(self._where_it_is, pieces, starts))
         placements = tuple(self._placements(pieces, starts, report, lazy=lazy))
         at = None
-        if not self.assembler.is_compact:
+        if not self.is_compact:
             placed = zip(pieces, starts, strict=True)
             at = tuple(start + i for piece, start in placed for i in range(len(piece.ids)))
         return tokens, Plan(placements, (), len(ids), positions=at).taking(takes)
@@ -198,7 +199,7 @@ class SchemaPlanner:
         run = piece.run
         if run is None or not run.is_cached or run.start == start:
             return piece
-        if run not in self.assembler.frames:
+        if all(run is not own for _, own in self.layout.frames):
             raise RelocationError(
                 f"new text pushes {'/'.join(run.unit) or 'the schema'!r} from position "
                 f"{run.start} to {start}, and this model's keys cannot be moved: "
@@ -228,6 +229,6 @@ class PromptPlanner:
         Raises:
             PMLError: an argument has more tokens than its parameter admits.
         """
-        pieces = self.planner.assembler.pieces(self.bits)
+        pieces = self.planner.layout.pieces(self.bits)
         notes = [] if takes is Takes.NOTHING else self.planner.bring(pieces)
         return partial(self.planner.plan, pieces, takes, notes)

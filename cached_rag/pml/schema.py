@@ -236,7 +236,7 @@ class SchemaPrompt:
 
     def count_tokens(self, engine: Engine) -> int:
         """The number of the prompt's tokens, with an engine's tokenizer."""
-        pieces = self.schema.planner(engine).assembler.pieces(self.bits)
+        pieces = self.schema.planner(engine).layout.pieces(self.bits)
         return sum(len(piece.ids) for piece in pieces)
 
     def sent(self) -> str | list[dict[str, str]]:

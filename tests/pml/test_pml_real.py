@@ -26,7 +26,7 @@ def engine():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_ids_are_those_of_plain_tokenisation(engine, name):
     for prompt in EXAMPLES[name]().prompts:
-        pieces = prompt.schema.planner(engine).assembler.pieces(prompt.bits)
+        pieces = prompt.schema.planner(engine).layout.pieces(prompt.bits)
         ids = [token for piece in pieces for token in piece.ids]
         rendered = engine.tokenization.template.render(prompt.plain())
         assert ids == engine.tokenization.tokenize(rendered).ids
