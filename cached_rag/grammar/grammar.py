@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from cached_rag.errors import ConfigError, needs_extra
+from cached_rag.options import require
 
 if TYPE_CHECKING:
     import torch
@@ -75,8 +76,7 @@ class Grammar:
     text: str
 
     def __post_init__(self) -> None:
-        if not self.text.strip():
-            raise ConfigError("a grammar cannot be empty")
+        require(bool(self.text.strip()), "a grammar cannot be empty")
 
     @classmethod
     def json(cls, schema: Json | bool | None = None) -> Grammar:
@@ -106,8 +106,8 @@ class Grammar:
         Raises:
             ConfigError: there is none, or one is empty.
         """
-        if not texts or not all(texts):
-            raise ConfigError("there must be a text to choose, and none may be empty")
+        is_choice = bool(texts) and all(texts)
+        require(is_choice, "there must be a text to choose, and none may be empty")
         return cls("start: " + " | ".join(map(quoted, texts)))
 
 
@@ -259,18 +259,15 @@ def _check_value(value: Any) -> None:
         for part in value:
             _check_value(part)
     elif isinstance(value, Mapping):
-        if _is_number(value.get("multipleOf")):
-            raise ConfigError("a value in a JSON schema's enum or const has a multipleOf")
+        has_multiple = _is_number(value.get("multipleOf"))
+        require(not has_multiple, "a value in a JSON schema's enum or const has a multipleOf")
         for part in value.values():
             _check_value(part)
 
 
 def _check_length(text: str) -> None:
-    if len(text) > _LONGEST:
-        raise ConfigError(
-            f"a value or a name in a JSON schema has {len(text)} characters, and may have "
-            f"{_LONGEST}"
-        )
+    what, length = "a value or a name in a JSON schema", len(text)
+    require(length <= _LONGEST, f"{what} has {length} characters, and may have {_LONGEST}")
 
 
 class Matcher:

@@ -18,6 +18,7 @@ from cached_rag.grammar.arguments import TEXT_RULE, as_json, until
 from cached_rag.grammar.call_form import HERMES, CallForm, Message, Tool, ToolCall
 from cached_rag.grammar.grammar import Grammar, Json, json_rule, overlap, quoted
 from cached_rag.grammar.thought import ThoughtForm
+from cached_rag.options import require
 
 _INSTRUCTIONS = """You may call functions. These are their signatures, one JSON object each:
 <tools>
@@ -176,11 +177,9 @@ def tool_grammar(
     """
     wanted = {_name(tool): _parameters(tool) for tool in tools}
     if choice not in ("auto", "required"):
-        if choice not in wanted:
-            raise ConfigError(f"there is no tool {choice!r}; there are {', '.join(wanted)}")
+        require(choice in wanted, f"there is no tool {choice!r}; there are {', '.join(wanted)}")
         wanted = {choice: wanted[choice]}
-    if not wanted:
-        raise ConfigError("tools are to be called, and there is none")
+    require(bool(wanted), "tools are to be called, and there is none")
 
     def text(literal: str) -> str:
         return _literal(literal, controls)

@@ -18,9 +18,10 @@ from cachetools import LRUCache
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.planner import Planner
-from cached_rag.errors import ConfigError, PMLError
+from cached_rag.errors import PMLError
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.encode import EncodeSummary
+from cached_rag.options import require
 from cached_rag.pml.layout import ModuleRun, SchemaLayout
 from cached_rag.pml.markup import parse_markup
 from cached_rag.pml.nodes import Leaf, Mark, Message, Module, Node, Param, SchemaNode, Union
@@ -69,10 +70,8 @@ class Schema:
 
     def __post_init__(self) -> None:
         for name, known in (("layout", LAYOUTS), ("behind", BEHIND)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} is one of {', '.join(known)}, not {getattr(self, name)!r}"
-                )
+            given = getattr(self, name)
+            require(given in known, f"{name} is one of {', '.join(known)}, not {given!r}")
 
     @classmethod
     def from_string(
