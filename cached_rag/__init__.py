@@ -13,34 +13,53 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cached_rag.backends.transformers.loading import load_model as load_model
-    from cached_rag.backends.transformers.loading import wrap_model as wrap_model
-    from cached_rag.config import BatchConfig as BatchConfig
-    from cached_rag.config import GenerationConfig as GenerationConfig
-    from cached_rag.config import ModelConfig as ModelConfig
-    from cached_rag.config import StoreConfig as StoreConfig
-    from cached_rag.engine.engine import Engine as Engine
-    from cached_rag.engine.explanation import Explanation as Explanation
-    from cached_rag.engine.report import Report as Report
-    from cached_rag.engine.tools import Tools as Tools
-    from cached_rag.errors import CachedRAGError as CachedRAGError
-    from cached_rag.errors import ConfigError as ConfigError
-    from cached_rag.grammar.grammar import Grammar as Grammar
-    from cached_rag.library.encode import PRIMER as PRIMER
-    from cached_rag.library.encode import Context as Context
-    from cached_rag.library.encode import primer as primer
-    from cached_rag.pml import Import as Import
-    from cached_rag.pml import Said as Said
-    from cached_rag.pml import Schema as Schema
-    from cached_rag.rag.answer import Answer as Answer
-    from cached_rag.rag.answer import AnswerStream as AnswerStream
-    from cached_rag.rag.asking import Chat as Chat
-    from cached_rag.rag.chunks import Embedder as Embedder
-    from cached_rag.rag.progress import IngestSummary as IngestSummary
-    from cached_rag.rag.rag import CachedRAG as CachedRAG
-    from cached_rag.rag.search import Hit as Hit
+    from cached_rag.backends.transformers.loading import load_model, wrap_model
+    from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
+    from cached_rag.engine.engine import Engine
+    from cached_rag.engine.explanation import Explanation
+    from cached_rag.engine.report import Report
+    from cached_rag.engine.tools import Tools
+    from cached_rag.errors import CachedRAGError, ConfigError
+    from cached_rag.grammar.grammar import Grammar
+    from cached_rag.library.encode import PRIMER, Context, primer
+    from cached_rag.pml import Import, Said, Schema
+    from cached_rag.rag.answer import Answer, AnswerStream
+    from cached_rag.rag.asking import Chat
+    from cached_rag.rag.chunks import Embedder
+    from cached_rag.rag.progress import IngestSummary
+    from cached_rag.rag.rag import CachedRAG
+    from cached_rag.rag.search import Hit
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "PRIMER",
+    "Answer",
+    "AnswerStream",
+    "BatchConfig",
+    "CachedRAG",
+    "CachedRAGError",
+    "Chat",
+    "ConfigError",
+    "Context",
+    "Embedder",
+    "Engine",
+    "Explanation",
+    "GenerationConfig",
+    "Grammar",
+    "Hit",
+    "Import",
+    "IngestSummary",
+    "ModelConfig",
+    "Report",
+    "Said",
+    "Schema",
+    "StoreConfig",
+    "Tools",
+    "load_model",
+    "primer",
+    "wrap_model",
+]
 
 _PLACES = {
     "backends.transformers.loading": ("load_model", "wrap_model"),
@@ -79,5 +98,4 @@ def imports_from(places: Mapping[str, Sequence[str]], module: str) -> Callable[[
     return find
 
 
-__all__ = [name for names in _PLACES.values() for name in names]
 __getattr__ = imports_from(_PLACES, __name__)

@@ -164,6 +164,3 @@ class PMLError(CachedRAGError, ValueError):
         self.line, self.column, self.file = where
         place = f"{self.file or 'PML'}:{self.line}:{self.column}: " if self.line else ""
         super().__init__(place + self.what)
-
-
-__all__ = ["needs_extra", *(name for name in globals() if name.endswith("Error"))]
