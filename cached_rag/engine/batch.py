@@ -11,9 +11,9 @@ from typing import TypeAlias
 from cached_rag.backends.base import Backend
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
-from cached_rag.engine.prompt import PAGE
+from cached_rag.engine.prompt import PAGE, Beginning
 from cached_rag.engine.request import Request, Status
-from cached_rag.engine.sharing import Beginning, Sharing
+from cached_rag.engine.sharing import Sharing
 from cached_rag.errors import ContextOverflowError
 from cached_rag.kv.buffer import KVBuffer
 
@@ -57,12 +57,7 @@ class Batch:
 
     def beginning(self, request: Request) -> Beginning:
         """The KV that finished and running prompts have of this prompt's beginning."""
-        prompt = request.prompt
-        # Slots alone do not say where the tokens of a prompt with gaps stand.
-        is_alone = prompt.plan.positions is not None or request.is_beyond_switch
-        limit = 0 if is_alone else prompt.exact_length
-        finished = prompt.kept_beginning(len(request.decoding.token_ids))
-        return self._sharing.beginning(finished, prompt.namespace, prompt.ids, limit)
+        return self._sharing.beginning(request.prompt)
 
     def has_room(self, request: Request, beginning: Beginning) -> bool:
         """Whether a prompt's answer may begin now. It always may if nothing else runs.
@@ -77,7 +72,7 @@ class Batch:
                 f"prompt and answer need {needed} bytes of KV, and BatchConfig.max_bytes "
                 f"is {most}; raise it, retrieve less, or lower max_tokens"
             )
-        count = len(prompt.tokens) + request.room
+        count = len(prompt.tokens) + prompt.room
         if not self._requests:
             return True
         if self._follows(request, beginning):  # what is in the beginning takes no more room
@@ -104,26 +99,21 @@ class Batch:
         need one.
         """
         prompt, answer = request.prompt, request.decoding.token_ids
-        plan = prompt.plan
+        prompt.keep_apart()
         if self._follows(request, beginning):
             prefill.follow(prompt, beginning)
             request.pending = [*prompt.tokens.ids[len(beginning) :], *answer]
-            request.sequence = self._sharing.begin(
-                request.as_sequence(), beginning, plan.positions, request.room
-            )
+            self._sharing.begin(prompt)
             request.note_sharing()
             self._requests.append(request)
             return 0
         is_crowded = (others_wait or bool(self._requests)) and not answer
-        is_repaired = any(place.end > len(beginning) for place in plan.placements)
+        is_repaired = any(place.end > len(beginning) for place in prompt.plan.placements)
         is_in_pieces = is_crowded and is_repaired and self._model.can_share
-        computed = prefill.compute(prompt, beginning, answered=len(answer), in_pieces=is_in_pieces)
+        computed = prefill.compute(prompt, beginning, in_pieces=is_in_pieces)
         if prompt.left is not None:
             request.pending = [prompt.tokens.ids[slot] for slot in prompt.left.slots]
-        assert prompt.buffer is not None
-        request.sequence = self._sharing.hold(
-            request.as_sequence(), prompt.buffer, prompt.beginning, prompt.num_final
-        )
+        self._sharing.hold(prompt)
         self._requests.append(request)
         return computed
 
@@ -135,14 +125,13 @@ class Batch:
         Called when tokens of it were taken: what was drafted lies behind its end, which is as far
         as KV is moved, until it is accepted.
         """
-        sequence = request.sequence
-        if request.is_adopted or request.prompt.buffer is None or sequence is None:
+        prompt = request.prompt
+        if request.is_adopted or prompt.buffer is None or prompt.held is None:
             return
-        if request.is_following:  # what is repaired next must lie in one buffer
+        if prompt.is_following:  # what is repaired next must lie in one buffer
             return
         request.is_adopted = True
-        unrepaired = prefill.unrepaired(request.prompt)
-        self._sharing.adopt(sequence, unrepaired, request.room)
+        self._sharing.adopt(prompt)
         request.note_sharing()
 
     def work(self, computed: int) -> Work:
@@ -180,7 +169,7 @@ class Batch:
         return [
             (request, 1)
             for request in answering
-            if request.status is Status.ANSWERING and not request.is_following
+            if request.status is Status.ANSWERING and not request.prompt.is_following
         ]
 
     def _make_room(self, request: Request) -> None:
@@ -196,7 +185,7 @@ class Batch:
             self.set_back(youngest)
             if youngest is request:
                 return
-        request.kv.goes_on_in(page)
+        request.prompt.kv.goes_on_in(page)
 
     def _page(self, count: int) -> KVBuffer | None:
         """Room for so many tokens; None if there is none, unless others are set back for it.
@@ -215,7 +204,6 @@ class Batch:
     def set_back(self, request: Request) -> None:
         """Let a request wait again, without its memory, until there is enough."""
         request.set_back(is_free=self._leave(request))
-        request.prompt.exact_length = prefill.exact_length(request.prompt, request.prompt.plan)
         if _SET_BACK not in request.report.notes:
             request.report.notes.append(_SET_BACK)
         self._put_back(request)
@@ -230,5 +218,4 @@ class Batch:
         """Take a request out, if it is here; returns whether nobody else reads its buffer."""
         if request in self._requests:
             self._requests.remove(request)
-        sequence = request.sequence
-        return sequence is None or self._sharing.leave(sequence, request.prompt.buffer)
+        return self._sharing.leave(request.prompt)

@@ -28,7 +28,7 @@ from cached_rag.engine import prefill
 from cached_rag.engine.decoding import Generation
 from cached_rag.engine.idle import Audits
 from cached_rag.engine.planner import Planner, TextPlanner
-from cached_rag.engine.prompt import AskedPrompt, Prefilling
+from cached_rag.engine.prompt import Prefilling
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
 from cached_rag.engine.resources import Resources, completed, load_backend, remote_tier
@@ -529,8 +529,8 @@ class Engine:
         config = (config or GenerationConfig()).replace(**options)
         self.check_open()
         planner = self._planner(prompt)
-        asked = AskedPrompt(self._resources, planner, config, clock)
-        return Stream(self.scheduler, Request(Prefilling(asked), tenant))
+        asked = Prefilling(self._resources, planner, config, clock)
+        return Stream(self.scheduler, Request(asked, tenant))
 
     def prefill(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options: Any
@@ -543,7 +543,7 @@ class Engine:
         """
         config = (config or GenerationConfig()).replace(**options)
         self.check_open()
-        begun = Prefilling(AskedPrompt(self._resources, self._planner(prompt), config))
+        begun = Prefilling(self._resources, self._planner(prompt), config)
         prefill.read(begun)
         return on_model_thread(lambda: prefill.alone(begun))
 

@@ -14,15 +14,15 @@ import torch
 from cached_rag.backends.base import RepairInput
 from cached_rag.config import check_room
 from cached_rag.engine.planner import check_fits, choose, repair_mark
-from cached_rag.engine.prompt import Following, Pieces, Prefilling
+from cached_rag.engine.prompt import NOTHING, Beginning, Following, Pieces, Prefilling
 from cached_rag.engine.report import Clock
 from cached_rag.engine.resources import Resources
-from cached_rag.engine.sharing import NOTHING, Beginning
 from cached_rag.engine.trace import Coverage
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVBuffer, LayerLoader, ModuleKV
+from cached_rag.kv.rows import RowKV
 from cached_rag.library.encode import check_known
-from cached_rag.library.plan import Placement, Plan
+from cached_rag.library.plan import Plan
 from cached_rag.methods import AnchorFlow, Auto, Full, Layout, Takes, spelled
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def read(prompt: Prefilling) -> None:
     Raises:
         ContextOverflowError: the text is so long that it cannot fit the model's context.
     """
-    clock, planner = Clock(), prompt.asked.planner
+    clock, planner = Clock(), prompt.planner
     _check_length(prompt.resources, planner.text, prompt.config.max_tokens)
     prompt.resources.library.refresh()
     method = prompt.config.selector()
@@ -85,7 +85,7 @@ def prepare(prompt: Prefilling) -> None:
         if objection and not plan.is_exact:
             plan, method, notes = plan.taking(Takes.NOTHING), Full(), [*notes, objection]
     prompt.plan, prompt.method, prompt.repair = plan, method, repair_mark(method)
-    prompt.exact_length = exact_length(prompt, plan)
+    prompt.begin_with(NOTHING)
     if isinstance(method, Auto) and not plan.is_exact:
         notes = [*notes, *_reconsider(prompt, method)]
     if harvested := prompt.plan.harvested_from(0):
@@ -111,7 +111,7 @@ def _reconsider(prompt: Prefilling, method: Auto) -> list[str]:
         return []
     if share == 1.0:
         prompt.plan = prompt.plan.taking(Takes.EXACT)
-        prompt.exact_length = exact_length(prompt, prompt.plan)
+        prompt.begin_with(NOTHING)
         prompt.report.modules_missed += len(prompt.plan.harvested)
     how = "all of them are computed" if share == 1.0 else f"{share:.0%} of them is recomputed"
     return [
@@ -126,27 +126,10 @@ def _layout(prompt: Prefilling, plan: Plan) -> Layout:
     return plan.layout(shapes.num_layers, ids, shapes.first_attending, model.num_weights)
 
 
-def exact_length(prompt: Prefilling, plan: Plan) -> int:
-    """Number of tokens, from the first, whose KV is, or will be, what full prefill computes."""
-    library = prompt.resources.library
-    tiers = [tier for tier in (library.shelf.disk, library.shelf.remote) if tier is not None]
-    is_lossy = any(tier.codec.name != "raw" for tier in tiers)
-    is_whole = not prompt.repair  # then approximate KV is computed anew, all of it
-    inexact = [
-        place.begin
-        for place in plan.placements
-        if place.begin >= len(prompt.beginning) and (is_lossy if place.is_exact else not is_whole)
-    ]
-    if prompt.beginning.exact_length < len(prompt.beginning):
-        inexact.append(prompt.beginning.exact_length)
-    return min(inexact, default=plan.num_tokens)
-
-
 def compute(
     prompt: Prefilling,
     beginning: Beginning = NOTHING,
     *,
-    answered: int = 0,
     in_pieces: bool = False,
 ) -> int:
     """Compute a prompt's tokens that have no KV, and those that the method repairs.
@@ -156,7 +139,6 @@ def compute(
 
     Args:
         beginning: KV of the prompt's first tokens that other prompts have computed.
-        answered: how many tokens of the answer there are, of a prompt that was set back.
         in_pieces: only choose these tokens, and leave them to the scheduler's batch.
             Not possible with methods that choose layer by layer; their prompts are computed.
 
@@ -166,14 +148,13 @@ def compute(
     Raises:
         StoreError: reading failed, and no single KV is known to be the cause.
     """
-    resources, tokens, planned = prompt.resources, prompt.tokens, prompt.plan
+    resources, tokens = prompt.resources, prompt.tokens
     problem = None
     with resources.model.lock, torch.inference_mode():
         # 2) Place cached KV at its positions, in one buffer.
         clock = Clock()
-        prompt.begin_with(beginning)
-        plan = planned.starting_from(beginning.pieces(tokens.ids))
-        buffer = resources.workspace.take(len(tokens) + prompt.room(answered))
+        plan = prompt.begin_with(beginning)
+        buffer = resources.workspace.take(len(tokens) + prompt.room)
         buffer.lay_out(plan.positions)
         loader = _place(resources, plan, buffer)
         # 3) Compute the tokens that have no KV, and those that the method repairs.
@@ -187,9 +168,8 @@ def compute(
         prompt.report.fuse_ms = clock.lap()
     if problem is not None:
         _leave_out(prompt, loader, problem)
-        return compute(prompt, answered=answered, in_pieces=in_pieces)
-    prompt.report.modules_hit = planned.num_chunks
-    prompt.exact_length = exact_length(prompt, plan)
+        return compute(prompt, in_pieces=in_pieces)
+    prompt.report.modules_hit = prompt.plan.num_chunks
     prompt.buffer = buffer
     return computed // resources.model.shapes.num_layers
 
@@ -199,6 +179,11 @@ def alone(prompt: Prefilling) -> Prefilling:
     try:
         prepare(prompt)
         compute(prompt, prompt.kept_beginning())
+        assert prompt.buffer is not None
+        prompt.held = RowKV(prompt.buffer, len(prompt.tokens))
+        # `Scheduler.forget` does not reach this prompt. So its KV is kept only if the plan says
+        # which chunks are in it: they are checked when it is released.
+        prompt.is_private = not prompt.plan.matches
     except BaseException:
         prompt.release()
         raise
@@ -210,11 +195,9 @@ def follow(prompt: Prefilling, beginning: Beginning) -> None:
 
     Only for prompts without cached KV behind their beginning, so that nothing has to be repaired.
     """
-    plan, report, done = prompt.plan, prompt.report, len(beginning)
-    prompt.begin_with(beginning)
-    prompt.exact_length = exact_length(prompt, plan)
-    prompt.coverage = Coverage.of(plan.starting_from(beginning.pieces(prompt.tokens.ids)))
-    report.modules_hit = plan.num_chunks
+    report, done = prompt.report, len(beginning)
+    prompt.coverage = Coverage.of(prompt.begin_with(beginning))
+    report.modules_hit = prompt.plan.num_chunks
     report.cached_tokens, report.recomputed_tokens = done, 0
     report.charged_recompute = 1 - done / len(prompt.tokens)
 
@@ -342,17 +325,3 @@ def _leave_out(prompt: Prefilling, loader: LayerLoader | None, problem: StoreErr
             return
     prompt.plan, prompt.method = prompt.plan.taking(Takes.NOTHING), Full()
     prompt.repair, prompt.report.method = "", spelled(prompt.method)
-
-
-def unrepaired(prompt: Prefilling) -> tuple[Placement, ...]:
-    """Placements whose KV is in memory and was not changed by a repair, so it can be shared.
-
-    Those in the prompt's beginning are not: their slots have what another prompt computed.
-    """
-    return tuple(
-        place
-        for place in prompt.plan.placements
-        if place.begin >= len(prompt.beginning)
-        and isinstance(place.kv, ModuleKV)
-        and (place.is_exact or not prompt.method.repairs)
-    )

@@ -29,13 +29,12 @@ from cached_rag.config import GenerationConfig
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.resources import Resources
-from cached_rag.engine.sharing import NOTHING, Beginning
 from cached_rag.engine.trace import Coverage, TraceSource
-from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.buffer import KVBuffer, ModuleKV
 from cached_rag.kv.catalog import inner_ids
-from cached_rag.kv.rows import RowKV
-from cached_rag.library.plan import Plan
-from cached_rag.library.sequences import Ids, PromptKV
+from cached_rag.kv.rows import RowKV, Run
+from cached_rag.library.plan import Placement, Plan
+from cached_rag.library.sequences import Ids, PromptKV, where
 from cached_rag.methods import AnchorFlow, InfoFlow, Layout, Selector, Takes, spelled
 
 # So many tokens are followed in the two passes that one alone would take: the last one, and what
@@ -167,26 +166,48 @@ PAGE = 256
 UNPLANNED = Plan((), (), 0)
 
 
+# A chunk's KV by its address, its length and where it was moved to.
+Name = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
-class AskedPrompt:
-    """A prompt as it was asked.
+class Beginning:
+    """KV of a prompt's first tokens that other prompts have computed.
 
     Attributes:
-        planner: finds its tokens, and what of them has KV.
-        clock: started when it was asked.
+        runs: where this KV lies, in the order of the tokens.
+        exact_length: number of tokens, from the first, whose KV is what full prefill computes.
+        is_coming: a running prompt will soon have at least `MIN_SHARED` tokens more of the same.
     """
 
-    resources: Resources
-    planner: Planner
-    config: GenerationConfig
-    clock: Clock = field(default_factory=Clock)
+    runs: tuple[Run, ...] = ()
+    exact_length: int = 0
+    is_coming: bool = False
+
+    def __len__(self) -> int:
+        return sum(map(len, self.runs))
+
+    def pieces(self, ids: Sequence[int]) -> list[ModuleKV]:
+        """The same KV as views, one for each run, to be placed at a prompt's beginning.
+
+        Args:
+            ids: the prompt's tokens.
+        """
+        return [run.module(ids[run.slot : run.slot + len(run)]) for run in self.runs]
+
+
+NOTHING = Beginning()
 
 
 @dataclass(eq=False)
 class Prefilling:
-    """How far a prompt has come, and what was found and computed for it.
+    """A prompt: how far it has come, and what was found and computed for it.
 
     Attributes:
+        resources: what the engine answers with.
+        planner: finds its tokens, and what of them has KV.
+        config: how to answer.
+        clock: started when it was asked.
         report: complete when its answer is.
         reading: the result of reading the prompt; None before that.
         plan: which tokens come from which KV; `UNPLANNED` before `prefill.prepare`.
@@ -197,13 +218,24 @@ class Prefilling:
             computes.
         beginning: the KV of the prompt's first tokens that was taken from other prompts.
         buffer: all of the prompt's KV, with room for the answer; None if the KV lies elsewhere.
+        held: the KV of the prompt and of its answer, until it is released; None before its tokens
+            are computed. While the prompt is prefilled, its `length` is the number of tokens, from
+            the first, whose KV is final.
+        chunks: those that are not repaired, by the name that `Sharing` gives them. A name contains
+            the address of the KV, which is held here, so that no other KV comes to have it.
+        taken: KV of other prompts that `Sharing.adopt` will share; until then it must not be freed.
+        is_private: no other prompt may use its KV, as it contains a text that was forgotten, say.
+        answer: the tokens of its answer so far, of which a prompt that was set back has some.
         logits: (1, vocab_size) after the last prompt token.
         coverage: for each token, whether it was computed, and where its KV came from.
         left: rows that are chosen, and left to the scheduler's batch; None if all are computed.
         following: the repair that goes on with the answer; None if it does not.
     """
 
-    asked: AskedPrompt
+    resources: Resources
+    planner: Planner
+    config: GenerationConfig
+    clock: Clock = field(default_factory=Clock)
     report: Report = field(init=False)
     reading: Reading | None = None
     plan: Plan = UNPLANNED
@@ -213,6 +245,11 @@ class Prefilling:
     exact_length: int = 0
     beginning: Beginning = NOTHING
     buffer: KVBuffer | None = None
+    held: RowKV | None = None
+    chunks: dict[Name, Placement] = field(default_factory=dict)
+    taken: tuple[Run, ...] = ()
+    is_private: bool = False
+    answer: Sequence[int] = ()
     logits: torch.Tensor = field(init=False)
     coverage: Coverage | None = None
     left: Pieces | None = None
@@ -222,14 +259,10 @@ class Prefilling:
         self.report = Report(spelled(self.config.selector()))
 
     @property
-    def resources(self) -> Resources:
-        """What the engine answers with."""
-        return self.asked.resources
-
-    @property
-    def config(self) -> GenerationConfig:
-        """How to answer."""
-        return self.asked.config
+    def kv(self) -> RowKV:
+        """The prompt's and the answer's, while it is held."""
+        assert self.held is not None
+        return self.held
 
     @cached_property
     def ids(self) -> Ids:
@@ -252,28 +285,33 @@ class Prefilling:
         """What says what became of each of the prompt's tokens; None before they are prefilled."""
         if self.coverage is None:
             return None
-        text, key = self.asked.planner.text, profile_key(self.resources.model)
+        text, key = self.planner.text, profile_key(self.resources.model)
         tokenization = self.resources.tokenization
         return TraceSource(self.coverage, self.tokens, text, tokenization, key)
 
-    def is_beyond_switch(self, answered: int = 0) -> bool:
+    @property
+    def is_beyond_switch(self) -> bool:
         """Whether prompt or answer reach beyond the model's rotary switch (`RelocationRule.limit`).
 
         Keys from either side of it do not mix, so such KV is neither taken nor left to others.
-
-        Args:
-            answered: how many tokens the answer has.
         """
         limit = self.resources.model.rule.limit
-        return limit is not None and len(self.tokens) + answered > limit
+        return limit is not None and len(self.tokens) + len(self.answer) > limit
 
-    def kept_beginning(self, answered: int = 0) -> Beginning:
-        """The KV that finished prompts left of this prompt's beginning.
+    def keep_apart(self) -> None:
+        """Let no other prompt use its KV, if it is known by now that none may."""
+        self.is_private |= self.plan.has_strays or self.is_beyond_switch
 
-        Args:
-            answered: how many tokens of the answer there are, of a prompt that was set back.
-        """
-        if self.plan.positions is not None or self.is_beyond_switch(answered):
+    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
+        """If the prompt contains a text, or a part of it, let no other prompt use its KV."""
+        if self.plan is not UNPLANNED and namespace == self.namespace:
+            wanted = np.asarray(token_ids, dtype=np.int64)
+            named = any(match.chunk.text_digest == text_digest for match in self.plan.matches)
+            self.is_private |= named or bool(where(self.ids, wanted))
+
+    def kept_beginning(self) -> Beginning:
+        """The KV that finished prompts left of this prompt's beginning."""
+        if self.plan.positions is not None or self.is_beyond_switch:
             return NOTHING
         kept, wanted = self.resources.sequences, self.ids[:-1]  # the last token is computed
         if not kept.keeps_repaired:  # then no answer depends on prompts before it
@@ -286,22 +324,42 @@ class Prefilling:
             return NOTHING
         return Beginning(sequence.cut(length), min(length, sequence.exact_length))
 
-    def begin_with(self, beginning: Beginning) -> None:
-        """Set the KV of the prompt's first tokens that is taken from other prompts."""
+    def begin_with(self, beginning: Beginning) -> Plan:
+        """Set the KV of the prompt's first tokens that is taken from other prompts.
+
+        Returns:
+            The plan with this beginning.
+        """
         self.beginning = beginning
         self.report.kept_tokens = len(beginning)
         self.report.kept_repaired_tokens = len(beginning) - beginning.exact_length
+        plan = self.plan.starting_from(beginning.pieces(self.tokens.ids))
+        shelf = self.resources.library.shelf
+        tiers = [tier for tier in (shelf.disk, shelf.remote) if tier is not None]
+        is_lossy = any(tier.codec.name != "raw" for tier in tiers)
+        is_whole = not self.repair  # then approximate KV is computed anew, all of it
+        inexact = [
+            place.begin
+            for place in plan.placements
+            if place.begin >= len(beginning) and (is_lossy if place.is_exact else not is_whole)
+        ]
+        if beginning.exact_length < len(beginning):
+            inexact.append(beginning.exact_length)
+        self.exact_length = min(inexact, default=plan.num_tokens)
+        return plan
 
-    def room(self, answered: int = 0) -> int:
+    @property
+    def room(self) -> int:
         """How many tokens of the answer there is memory for at first; `Scheduler` adds pages."""
         most = self.config.max_tokens
         if not self.resources.model.can_batch:  # such a model needs all KV in one buffer
             return most
-        return min(most, answered + PAGE)
+        return min(most, len(self.answer) + PAGE)
 
-    def is_following(self, answered: int) -> bool:
-        """Whether the last of so many of the answer's tokens is computed alone, by `follow`."""
-        return self.following is not None and self.following.is_on(answered)
+    @property
+    def is_following(self) -> bool:
+        """Whether the answer's last token is computed alone, by `follow`."""
+        return self.following is not None and self.following.is_on(len(self.answer))
 
     def follow(
         self, token_ids: Sequence[int], draft: Sequence[int] | None = None
@@ -350,48 +408,37 @@ class Prefilling:
             self.resources.workspace.give(self.buffer)
         self.buffer = None
 
-    def release(self) -> None:
-        """End a prompt that was prefilled alone; its KV is kept for others, as far as it may be.
+    def release(self, *, is_free: bool = True, first_logits: torch.Tensor | None = None) -> None:
+        """End the prompt: its KV is kept for others, as far as it may be, and memory released.
 
         Doing it again changes nothing.
-        """
-        try:
-            if self.buffer is not None:
-                # `Scheduler.forget` does not reach this prompt. So its KV is kept only if the plan
-                # says which chunks are in it: they are checked below.
-                is_private = not self.plan.matches
-                self.leave(RowKV(self.buffer, len(self.tokens)), (), is_private=is_private)
-        finally:
-            self.give_buffer()
-            self.resources.activity.end(self)
-
-    def leave(
-        self,
-        kv: RowKV,
-        answer: Sequence[int],
-        *,
-        is_private: bool,
-        first_logits: torch.Tensor | None = None,
-    ) -> None:
-        """Keep KV for prompts that begin alike, and offer missed chunks to the background.
 
         Args:
-            kv: the prompt's and the answer's.
-            is_private: the prompt contains a text that was forgotten.
+            is_free: no other request reads the buffer.
             first_logits: (vocab_size,) of the answer's first token, to be audited.
         """
+        try:
+            if self.held is not None:
+                self._leave(self.held, first_logits)
+        finally:
+            self.give_buffer(is_free=is_free)
+            self.held = None
+            self.resources.activity.end(self)
+
+    def _leave(self, kv: RowKV, first_logits: torch.Tensor | None) -> None:
+        """Keep KV for prompts that begin alike, and offer missed chunks to the background."""
         plan, learning, sequences = self.plan, self.resources.learning, self.resources.sequences
-        is_private = is_private or plan.has_strays or self.is_beyond_switch(len(answer))
+        self.keep_apart()
         if (states := kv.own.states) is not None:
             kv.own.snapshots[states.length] = states
-        if not is_private:
-            sequences.add(self._prompt_kv(plan, kv, answer), kv)
+        if not self.is_private:
+            sequences.add(self._prompt_kv(plan, kv), kv)
             for chunk in learning.forgotten(plan):
                 sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk.token_ids))
         is_reused = self.method.takes is not Takes.NOTHING
         if is_reused:
             learning.see_to(self.tokens, plan)
-        if is_reused and not is_private and plan.positions is None:
+        if is_reused and not self.is_private and plan.positions is None:
             settled = max(self.exact_length, len(self.beginning))  # a chat goes on from its own
             self.resources.settling.see(learning, self.namespace, self.ids, plan, settled)
         if first_logits is not None and learning.write_back is not None:
@@ -400,9 +447,9 @@ class Prefilling:
             audit = partial(compare, spelled(self.method), model, ids, first_logits)
             learning.write_back.offer(("audit", id(first_logits)), audit, lasts=False)
 
-    def _prompt_kv(self, plan: Plan, kv: RowKV, answered: Sequence[int]) -> PromptKV:
+    def _prompt_kv(self, plan: Plan, kv: RowKV) -> PromptKV:
         """A description of this KV, to be kept. The answer is as exact as the prompt before it."""
-        answer = np.asarray(answered, dtype=np.int64)
+        answer = np.asarray(self.answer, dtype=np.int64)
         ids = np.concatenate([self.ids, answer])[: kv.length]
         exact = len(ids) if self.exact_length == len(self.ids) else self.exact_length
         least = self.header_begin

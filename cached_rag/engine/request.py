@@ -6,17 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
 import torch
 
 from cached_rag.backends.base import StepInput
 from cached_rag.engine.decoding import Decoding
 from cached_rag.engine.drafts import DEAREST, MOST, Drafts
-from cached_rag.engine.prompt import PAGE, UNPLANNED, Prefilling
+from cached_rag.engine.prompt import NOTHING, PAGE, Prefilling
 from cached_rag.engine.report import Report
-from cached_rag.engine.sharing import NOTHING, RunningSequence
-from cached_rag.kv.rows import RowKV
-from cached_rag.library.sequences import where
 
 # What a request delivers: a piece of text; at the end None, or the error that ended it.
 Item = str | BaseException | None
@@ -46,9 +42,7 @@ class Request:
         tenant: requests of different tenants take turns.
         deliver: is called with every piece of the answer as soon as it is certain, on any thread.
         is_wanted: whether anybody still waits for the answer.
-        sequence: the prompt as others may share it, while it runs in the scheduler's batch.
         is_adopted: others were offered its KV.
-        is_private: the prompt contains a text that was forgotten: no other may use its KV.
         pending: tokens whose KV is still to be computed: the rest of the prompt (`prompt.left` says
             where these stand, if they do not follow those that have KV), or the answer's last
             token.
@@ -64,9 +58,7 @@ class Request:
     deliver: Callable[[Item], None] = lambda _: None
     status: Status = Status.WAITING
     is_wanted: bool = True
-    sequence: RunningSequence | None = None
     is_adopted: bool = False
-    is_private: bool = False
     pending: list[int] = field(default_factory=list)
     decoding: Decoding = field(init=False)
     drafts: Drafts | None = None
@@ -76,6 +68,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.decoding = Decoding(self.prompt.resources.model, self.prompt.config)
+        self.prompt.answer = self.decoding.token_ids
 
     @property
     def report(self) -> Report:
@@ -87,35 +80,6 @@ class Request:
         """As in `Generation`, or "error"; None until the request is over."""
         reasons = {Status.CANCELLED: "cancelled", Status.FAILED: "error"}
         return reasons.get(self.status, self.decoding.finish_reason)
-
-    @property
-    def kv(self) -> RowKV:
-        """The prompt's and the answer's, while it runs."""
-        assert self.sequence is not None
-        return self.sequence.kv
-
-    @property
-    def is_beyond_switch(self) -> bool:
-        """See `Prefilling.is_beyond_switch`."""
-        return self.prompt.is_beyond_switch(len(self.decoding.token_ids))
-
-    @property
-    def is_following(self) -> bool:
-        """Whether the answer's last token is computed alone; see `Prefilling.follow`."""
-        return self.prompt.is_following(len(self.decoding.token_ids))
-
-    def as_sequence(self) -> RunningSequence:
-        """The prompt as others may share it; `Sharing` adds its KV."""
-        prompt = self.prompt
-        private = self.is_private or prompt.plan.has_strays or self.is_beyond_switch
-        return RunningSequence(
-            prompt.namespace, prompt.ids, prompt.exact_length, is_private=private
-        )
-
-    @property
-    def room(self) -> int:
-        """See `Prefilling.room`."""
-        return self.prompt.room(len(self.decoding.token_ids))
 
     def see_to_audit(self) -> None:
         """Have the first logits audited, if they may differ from full prefill's and it is time."""
@@ -139,7 +103,7 @@ class Request:
 
     def make_draft(self, rows: int) -> None:
         """Draft the next tokens: those that the answer's grammar forces, or `Drafts.propose`."""
-        if self.drafts is not None and not self.is_following:
+        if self.drafts is not None and not self.prompt.is_following:
             forced = self.decoding.forced(MOST)
             self.draft = self.drafts.propose(self.decoding.token_ids, rows, forced)
 
@@ -149,7 +113,7 @@ class Request:
 
         A page is as large as the answer so far, so that long answers are in few pages.
         """
-        kv, answered = self.kv, len(self.decoding.token_ids)
+        kv, answered = self.prompt.kv, len(self.decoding.token_ids)
         if kv.at(kv.length + len(self.pending) + len(self.draft)) <= kv.own.capacity:
             return 0
         most = len(self.prompt.ids) + self.prompt.config.max_tokens
@@ -168,7 +132,7 @@ class Request:
 
         Logits are wanted if no tokens are pending then.
         """
-        kv, left, drafted = self.kv, self.prompt.left, len(self.draft)
+        kv, left, drafted = self.prompt.kv, self.prompt.left, len(self.draft)
         num_logits = 1 + drafted if count == len(self.pending) else 0
         if left is not None:
             slots = left.slots[:count]
@@ -178,7 +142,7 @@ class Request:
     def computed(self, count: int) -> None:
         """Note that the step for `step_input` was made; drafted tokens are not accepted yet."""
         del self.pending[:count]
-        kv, left = self.kv, self.prompt.left
+        kv, left = self.prompt.kv, self.prompt.left
         kv.length -= len(self.draft)
         if left is not None:
             del left.slots[:count]
@@ -197,7 +161,7 @@ class Request:
         if self.is_audited and not self.decoding.token_ids:
             self.first_logits = logits[0].clone()
         text, accepted = self.decoding.take_drafted(logits, draft)
-        self.kv.length += accepted
+        self.prompt.kv.length += accepted
         if followed is None:
             self.report.drafted_tokens += len(draft)
             self.report.accepted_tokens += accepted
@@ -208,8 +172,8 @@ class Request:
 
     def note_sharing(self) -> None:
         """Report how much KV is shared, and give the prompt's buffer back if it was replaced."""
-        own, prompt = self.kv.own, self.prompt
-        if shared := sum(len(run) for run in self.kv.runs if run.buffer is not own):
+        prompt, own = self.prompt, self.prompt.kv.own
+        if shared := sum(len(run) for run in prompt.kv.runs if run.buffer is not own):
             self.report.kv_bytes = own.nbytes
             self.report.shared_kv_bytes = shared * prompt.resources.model.shapes.bytes_per_token
         if own is not prompt.buffer:
@@ -223,40 +187,14 @@ class Request:
         """
         self.status, self.pending, self.draft = Status.WAITING, [], []
         self.prompt.give_buffer(is_free=is_free)
-        self.sequence = self.prompt.left = self.prompt.following = None
-        self.prompt.beginning, self.is_adopted = NOTHING, False
-
-    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
-        """If the prompt contains a text, or a part of it, let no other prompt use its KV."""
-        plan = self.prompt.plan
-        if plan is not UNPLANNED and namespace == self.prompt.namespace:
-            wanted = np.asarray(token_ids, dtype=np.int64)
-            named = any(match.chunk.text_digest == text_digest for match in plan.matches)
-            self.is_private = self.is_private or named or bool(where(self.prompt.ids, wanted))
-            if self.sequence is not None:
-                self.sequence.is_private |= self.is_private
+        self.prompt.held = self.prompt.left = self.prompt.following = None
+        self.prompt.begin_with(NOTHING)
+        self.is_adopted = False
 
     def release(self, *, is_free: bool) -> None:
-        """Keep a copy of the KV that may serve later prompts, and release the rest.
-
-        Doing it again changes nothing.
-
-        Args:
-            is_free: no other request reads the buffer.
-        """
-        sequence, logits, self.first_logits = self.sequence, self.first_logits, None
-        try:
-            if sequence is not None:
-                self.prompt.leave(
-                    sequence.kv,
-                    self.decoding.token_ids,
-                    is_private=self.is_private,
-                    first_logits=logits,
-                )
-        finally:
-            self.prompt.give_buffer(is_free=is_free)
-            self.sequence = None
-            self.prompt.resources.activity.end(self.prompt)
+        """See `Prefilling.release`."""
+        logits, self.first_logits = self.first_logits, None
+        self.prompt.release(is_free=is_free, first_logits=logits)
 
     def finish(self, status: Status, last: BaseException | None) -> None:
         """Set the final status, and deliver None or the error."""

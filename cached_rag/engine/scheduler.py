@@ -23,9 +23,8 @@ from cached_rag.backends.base import Backend
 from cached_rag.config import BatchConfig
 from cached_rag.engine import prefill
 from cached_rag.engine.batch import Batch, Work
-from cached_rag.engine.prompt import UNPLANNED
+from cached_rag.engine.prompt import UNPLANNED, Beginning
 from cached_rag.engine.request import Request, Status
-from cached_rag.engine.sharing import Beginning
 from cached_rag.engine.waiting import Waiting
 from cached_rag.errors import ClosedError
 from cached_rag.library.sequences import Sequences
@@ -159,7 +158,7 @@ class Scheduler:
             computed = self._admit()
             work = self._batch.work(computed)
             for request in self._batch:
-                if request.status is Status.ANSWERING and request.is_following:
+                if request.status is Status.ANSWERING and request.prompt.is_following:
                     self._follow(request)
             self._run(work)
         self._sweep_if_free()
@@ -258,7 +257,7 @@ class Scheduler:
         self, request: Request, logits: torch.Tensor, followed: Sequence[int] | None = None
     ) -> None:
         """Take a request's next tokens; finish it if its answer ends with them; see `take`."""
-        report, clock = request.report, request.prompt.asked.clock
+        report, clock = request.report, request.prompt.clock
         with self._failing(request):
             piece = request.take(logits, followed)
             request.status = Status.ANSWERING
@@ -273,35 +272,39 @@ class Scheduler:
     def _follow(self, request: Request) -> None:
         """Compute an answer's last token, and what it needs of the prompt; take the next one."""
         with self._failing(request):
-            logits, draft = self._followed(request, request.decoding.token_ids)
+            followed = self._followed(request, request.decoding.token_ids)
+            assert followed is not None
             request.pending = []
-            self._take(request, logits, draft)
+            self._take(request, *followed)
 
     def _followed(
         self, request: Request, token_ids: Sequence[int]
-    ) -> tuple[torch.Tensor, list[int]]:
-        """Follow the last of an answer's tokens; see `Prefilling.follow`."""
+    ) -> tuple[torch.Tensor, list[int]] | None:
+        """Follow the last of an answer's tokens, if it is to be; see `Prefilling.follow`."""
         try:
             with self._model.lock:
                 followed = request.prompt.follow(token_ids)
         except BaseException:
             request.prompt.repair = ""  # some layers may be missing of it, so it is not kept
             raise
-        assert followed is not None
-        request.kv.length += 1
+        if followed is not None:
+            request.prompt.kv.length += 1
         return followed
 
     def _go_on(self, request: Request, answer: list[int]) -> None:
         """Follow an answer that was set back once more, as far as it had come."""
         whole = request.decoding.token_ids
-        while len(answer) > 1 and request.prompt.is_following(len(whole) - len(answer) + 1):
-            _, draft = self._followed(request, whole[: len(whole) - len(answer) + 1])
+        while len(answer) > 1:
+            followed = self._followed(request, whole[: len(whole) - len(answer) + 1])
+            if followed is None:
+                break
+            _, draft = followed
             pairs = zip(draft, answer[1:], strict=False)
             accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            request.kv.length += accepted
+            request.prompt.kv.length += accepted
             answer = answer[1 + accepted :]
         request.pending = answer
-        if request.is_following:  # its last token is computed alone
+        if request.prompt.is_following:  # its last token is computed alone
             request.status = Status.ANSWERING
 
     def _finish(self, request: Request, status: Status, last: BaseException | None = None) -> None:
@@ -317,7 +320,7 @@ class Scheduler:
         self._open.discard(request)
         self._waiting.remove(request)
         request.report.output_tokens = len(request.decoding.token_ids)
-        request.report.total_ms = request.prompt.asked.clock.total()
+        request.report.total_ms = request.prompt.clock.total()
         try:
             self._batch.drop(request)
         except Exception:  # only caching failed: the answer is complete, and others go on
@@ -351,7 +354,7 @@ class Scheduler:
         while self._forgotten:
             kept, namespace, text_digest, token_ids = self._forgotten.popleft()
             for request in (*self._batch, *self._waiting):  # of these, those that were set back
-                request.forget(namespace, text_digest, token_ids)
+                request.prompt.forget(namespace, text_digest, token_ids)
             kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
         while self._cancelled:
             self._finish(self._cancelled.popleft(), Status.CANCELLED)

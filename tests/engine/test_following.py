@@ -167,7 +167,7 @@ def test_an_answer_set_back_while_it_is_followed_is_the_same(opened, after):
     while len(stream.token_ids) < after:
         scheduler.turn()
     (request,) = scheduler._batch
-    assert request.is_following
+    assert request.prompt.is_following
     with scheduler._turning:
         scheduler._batch.set_back(request)
     assert stream.result().token_ids == expected.token_ids
