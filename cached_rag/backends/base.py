@@ -10,15 +10,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from cached_rag.backends.thread import on_model_thread
 from cached_rag.kv.buffer import KVBuffer, States
 from cached_rag.kv.layers import KVShapes
 from cached_rag.kv.positions import PositionRule
 from cached_rag.kv.rows import RowKV
 from cached_rag.methods.base import Layout, Selector
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -316,3 +319,13 @@ class Backend(Protocol):
             split: compute this many tokens first and the others in a second pass over their KV;
                 None for all in one pass. The two results differ by rounding.
         """
+
+
+def exclusively(model: Backend, work: Callable[[], T]) -> T:
+    """Do work where torch may compute, while nobody else uses the model."""
+
+    def locked() -> T:
+        with model.lock, torch.inference_mode():
+            return work()
+
+    return on_model_thread(locked)

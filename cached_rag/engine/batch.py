@@ -204,15 +204,14 @@ class Batch:
     def set_back(self, request: Request) -> None:
         """Let a request wait again, without its memory, until there is enough."""
         request.set_back(is_free=self._leave(request))
-        if _SET_BACK not in request.report.notes:
-            request.report.notes.append(_SET_BACK)
+        request.prompt.report.note(_SET_BACK)
         self._put_back(request)
 
     # Leaving ---------------------------------------------------------------------------------
 
     def drop(self, request: Request) -> None:
         """Let go of a request that is over, whether it ran or not, and keep what it leaves."""
-        request.release(is_free=self._leave(request))
+        request.prompt.release(is_free=self._leave(request))
 
     def _leave(self, request: Request) -> bool:
         """Take a request out, if it is here; returns whether nobody else reads its buffer."""

@@ -257,15 +257,11 @@ class Decoding:
         piece, matcher = self._text.push(token), self._sampler.matcher
         if matcher is not None:
             matcher.take(token)
-        if self._text.is_stopped:
+        if self._text.is_stopped or (matcher is not None and matcher.is_complete):
             self.finish_reason = "stop"
-        elif matcher is not None and matcher.is_complete:
-            self.finish_reason = "stop"
-            piece += self._text.flush()
         elif len(self.token_ids) == self._max_tokens:
             self.finish_reason = "length"
-            piece += self._text.flush()
-        return piece
+        return piece + (self._text.flush() if self.finish_reason else "")
 
     def forced(self, most: int) -> list[int]:
         """Tokens that come next by the answer's grammar, whatever the model says; often none."""

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 from weakref import WeakValueDictionary
 
-import torch
-
-from cached_rag.backends.base import Backend
+from cached_rag.backends.base import Backend, exclusively
 from cached_rag.backends.prompt_text import Message, Rendered, Tokens
 from cached_rag.backends.resolve import Variant, plain_json
 from cached_rag.backends.thread import on_model_thread, submit
@@ -39,7 +37,6 @@ from cached_rag.kv.buffer import ModuleKV
 from cached_rag.kv.catalog import ChunkRecord, Maker, inner_ids
 from cached_rag.kv.entries import until_when
 from cached_rag.kv.fingerprint import digest
-from cached_rag.kv.remote import RemoteTier
 from cached_rag.library.encode import Context, EncodeSummary, primer
 from cached_rag.library.encoder import Encoder, several
 from cached_rag.library.learning import WriteBack
@@ -76,6 +73,11 @@ class Engine:
 
     `Engine.load` makes one from a model's name; `Engine(wrap_model(...))` takes a model that is
     loaded already. Prompts that are asked at the same time are answered together.
+
+    Attributes:
+        sequences: KV that finished prompts left, of all tenants.
+        audits: how far answers begin as full prefill's would; see `StoreConfig.audit_rate`.
+        write_back: the thread that encodes what requests missed; None if it is switched off.
     """
 
     def __init__(
@@ -111,22 +113,24 @@ class Engine:
         self._is_closed = False
         self.settings = settings = completed(store or StoreConfig(), model)
         maker = Maker(model.fingerprint, model.name, str(model.shapes.dtype).removeprefix("torch."))
-        self._remote: RemoteTier | None = beside._remote if beside else remote_tier(model, settings)
+        remote = beside.library.shelf.remote if beside else remote_tier(model, settings)
         self.library: Library = Library(
             settings,
             maker,
             model.shapes.device,
             beside.library if beside else None,
             forgotten=self._let_go,
-            remote=self._remote,
+            remote=remote,
         )
         self.tokenization = Tokenization(model.tokenizer, chat_template_kwargs)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization, composes=settings.composes)
-        shared = beside._resources if beside else None
-        self._resources: Resources = Resources.of(
-            model, self.tokenization, self.library, self._encoder, settings, shared
+        self._resources: Resources = Resources(
+            self._encoder, settings, beside._resources if beside else None
         )
+        self.sequences: Sequences = self._resources.sequences
+        self.audits: Audits = self._resources.audits
+        self.write_back: WriteBack | None = self._resources.learning.write_back
         self.sequences.resume(settings.namespace, self.library.seen)
         self._owns_scheduler = beside is None
         self.scheduler: Scheduler = (
@@ -183,21 +187,6 @@ class Engine:
                 engine = _SHARED[name] = cls.load(model, store=settings, **options)
             return engine
 
-    @property
-    def sequences(self) -> Sequences:
-        """KV that finished prompts left, of all tenants."""
-        return self._resources.sequences
-
-    @property
-    def audits(self) -> Audits:
-        """How far answers begin as full prefill's would; see `StoreConfig.audit_rate`."""
-        return self._resources.audits
-
-    @property
-    def write_back(self) -> WriteBack | None:
-        """The thread that encodes what requests missed; None if it is switched off."""
-        return self._resources.learning.write_back
-
     def tenant(self, namespace: str) -> Engine:
         """An engine for another tenant: the same model, memory and scheduler, but no common KV.
 
@@ -228,7 +217,7 @@ class Engine:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
         owns_all, mine = self._owns_scheduler, self._resources
-        archive = mine.archive if owns_all else None
+        archive, remote = (mine.archive, self.library.shelf.remote) if owns_all else (None, None)
         try:
             if owns_all:
                 self.scheduler.close()
@@ -246,8 +235,8 @@ class Engine:
         finally:
             if archive is not None:
                 archive.close()
-            if owns_all and self._remote is not None:
-                self._remote.close(max(0.0, deadline - time.monotonic()))
+            if remote is not None:
+                remote.close(max(0.0, deadline - time.monotonic()))
             if self.library.shelf.disk is not None:  # where others may forget texts meanwhile
                 self.sequences.leave(self.settings.namespace, self.library.seen)
             self.library.close()
@@ -581,11 +570,8 @@ class Engine:
         takes = GenerationConfig(method=method).selector().takes
         reading = self._planner(prompt).read(takes)
 
-        def plan() -> tuple[Tokens, Plan]:
-            with self.lock, torch.inference_mode():
-                return reading(report, lazy=self.library.is_pipelined)
-
-        return on_model_thread(plan)
+        plan = partial(reading, report, lazy=self.library.is_pipelined)
+        return exclusively(self.model, plan)
 
     def count_tokens(self, prompt: Prompt) -> int:
         """The number of a prompt's tokens, those of the chat template among them."""
@@ -598,12 +584,7 @@ class Engine:
             if not self.model.keeps_states:
                 return prompt.planner(self)
             prompt.count_tokens(self)  # which refuses what is too long for its place
-        return TextPlanner(
-            self._encoder,
-            self._resources.learning,
-            self._rendered(prompt),
-            self.sequences if self.settings.harvests else None,
-        )
+        return TextPlanner(self._resources, self._rendered(prompt))
 
     def _rendered(self, prompt: Prompt) -> Rendered:
         if isinstance(prompt, Planned):

@@ -141,7 +141,20 @@ class Explanation:
         return cls(trace, answer.report, full.report if full else None, **shown)
 
     def __str__(self) -> str:
-        return plain(self)
+        total = max(1, self.report.prompt_tokens)
+        lines = [self.report.to_line(), "", "tokens"]
+        for kind, count in self.trace.counts.items():
+            if count:
+                lines.append(f"  {kind.value:<9} {count:>6} {count / total:>4.0%}  {MEANING[kind]}")
+        lines += ["", "parts of the prompt"]
+        for row in self.rows:
+            lines += [f"  {row.name}", f"      {row.said}"]
+        lines += [f"  {name}\n      {NOT_KNOWN}" for name in self.unseen]
+        lines += ["", "time", *_bars(stages(self.report))]
+        if self.comparison:
+            lines += ["", self.comparison]
+        lines += [f"note: {note}" for note in self.report.notes]
+        return visible("\n".join(lines))
 
     def __repr__(self) -> str:
         return f"<Explanation of {self.report.prompt_tokens} prompt tokens>"
@@ -348,24 +361,6 @@ def _finalized(value: object) -> object:
 def visible(text: str) -> str:
     """The text, with the number of each character that cannot be seen in its place."""
     return _UNSEEN.sub(lambda found: f"⟨U+{ord(found[0]):04X}⟩", text)
-
-
-def plain(shown: Explanation) -> str:
-    """The text; the prompt itself is not in it."""
-    total = max(1, shown.report.prompt_tokens)
-    lines = [shown.report.to_line(), "", "tokens"]
-    for kind, count in shown.trace.counts.items():
-        if count:
-            lines.append(f"  {kind.value:<9} {count:>6} {count / total:>4.0%}  {MEANING[kind]}")
-    lines += ["", "parts of the prompt"]
-    for row in shown.rows:
-        lines += [f"  {row.name}", f"      {row.said}"]
-    lines += [f"  {name}\n      {NOT_KNOWN}" for name in shown.unseen]
-    lines += ["", "time", *_bars(stages(shown.report))]
-    if shown.comparison:
-        lines += ["", shown.comparison]
-    lines += [f"note: {note}" for note in shown.report.notes]
-    return visible("\n".join(lines))
 
 
 def _bars(stages: list[Stage]) -> list[str]:

@@ -9,18 +9,17 @@ import math
 import threading
 from collections import deque
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from cachetools import LRUCache
 from xxhash import xxh3_128
 
-from cached_rag.backends.base import Backend
-from cached_rag.backends.thread import on_model_thread
+from cached_rag.backends.base import Backend, exclusively
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.catalog import inner_ids
 from cached_rag.kv.rows import RowKV
-from cached_rag.library.learning import Learning
+from cached_rag.library.learning import Learning, WriteBack
 from cached_rag.library.plan import Plan
 from cached_rag.library.sequences import Ids, PromptKV, Sequences
 
@@ -80,7 +79,7 @@ class Audits:
 
     def compare(self, method: str, model: Backend, ids: torch.Tensor, logits: torch.Tensor) -> None:
         """Audit an answer's first logits; see `compare`."""
-        kl, agrees = on_model_thread(lambda: compare(model, ids, logits))
+        kl, agrees = exclusively(model, partial(compare, model, ids, logits))
         self.note(method, kl, agrees=agrees)
 
     def note(self, method: str, kl: float, *, agrees: bool) -> None:
@@ -120,13 +119,12 @@ def compare(model: Backend, ids: torch.Tensor, logits: torch.Tensor) -> tuple[fl
         ids: (1, seq_len) int64, the prompt.
         logits: (vocab_size,), of the token behind it.
     """
-    with model.lock, torch.inference_mode():
-        buffer = KVBuffer.like(model.shapes, ids.shape[1])
-        full = model.prefill(buffer, ids).logits[-1].float().log_softmax(-1)
-        own = logits.float().log_softmax(-1)
-        kl = float((full.exp() * (full - own)).sum())
-        # Logits that are no numbers are as far away as can be.
-        return math.inf if math.isnan(kl) else max(0.0, kl), bool(full.argmax() == own.argmax())
+    buffer = KVBuffer.like(model.shapes, ids.shape[1])
+    full = model.prefill(buffer, ids).logits[-1].float().log_softmax(-1)
+    own = logits.float().log_softmax(-1)
+    kl = float((full.exp() * (full - own)).sum())
+    # Logits that are no numbers are as far away as can be.
+    return math.inf if math.isnan(kl) else max(0.0, kl), bool(full.argmax() == own.argmax())
 
 
 class Settling:
@@ -145,25 +143,24 @@ class Settling:
         self._seen: LRUCache[tuple[str, bytes], bool] = LRUCache(_REMEMBERED)
         self._lock = threading.RLock()  # as in `Activity`
 
-    def see(self, learning: Learning, namespace: str, ids: Ids, plan: Plan, settled: int) -> None:
+    def see(self, learning: Learning, ids: Ids, plan: Plan, settled: int) -> None:
         """Take note of a prompt that was answered; if it begins as another did, offer the work.
 
         Args:
             learning: has the background queue.
             settled: number of the prompt's tokens, from the first, that were exact, or kept.
         """
-        if not self._is_on:
+        if not self._is_on or learning.write_back is None:
             return
+        namespace = learning.library.namespace
         length = self._again(namespace, ids, plan)
         needed = length * self._model.shapes.bytes_per_token
         if length <= settled or needed > self._sequences.max_bytes:
             return
-        if learning.write_back is None:
-            return
         _, kept = self._sequences.beginning(namespace, ids[:length])
         if kept < length:
             work = _Work(self._model, self._sequences, learning, namespace, ids[:length], plan)
-            work.offer()
+            work.offer(learning.write_back)
 
     def _again(self, namespace: str, ids: Ids, plan: Plan) -> int:
         """Tokens of the longest beginning that ends with a chunk and was there before; 0: none."""
@@ -187,51 +184,42 @@ class _Work:
     namespace: str
     ids: Ids
     plan: Plan
-    buffer: KVBuffer | None = None
     done: int = 0
 
-    def offer(self) -> None:
+    def offer(self, write_back: WriteBack) -> None:
         """Have the next piece computed when nobody asks."""
-        assert self.learning.write_back is not None
         name = ("settle", self.namespace, self.ids.tobytes(), self.done)
-        is_begun = self.buffer is not None
-        self.learning.write_back.offer(name, self._go_on, lasts=False, is_begun=is_begun)
+        go_on = partial(self._go_on, write_back)
+        write_back.offer(name, go_on, lasts=False, is_begun=self.done > 0)
 
-    def _go_on(self) -> None:
-        on_model_thread(self._compute)
+    def _go_on(self, write_back: WriteBack) -> None:
+        exclusively(self.model, self._compute)
         if self.done < len(self.ids):
-            self.offer()
+            self.offer(write_back)
         else:
             self._keep()
 
-    def _compute(self) -> None:
-        model, count = self.model, len(self.ids)
-        with model.lock, torch.inference_mode():
-            if self.buffer is None:
-                self.buffer = KVBuffer.like(model.shapes, count)
-                self._begin()
-            end = min(self.done + _PIECE, count)
-            if end > self.done:
-                slots = torch.arange(self.done, end)
-                known = torch.from_numpy(self.ids[None, :end])
-                model.prefill(self.buffer, known, slots, num_logits=0)
-            self.done = end
-
-    def _begin(self) -> None:
-        """Take what is there already, and exact."""
-        assert self.buffer is not None
-        kept, length = self.sequences.beginning(self.namespace, self.ids)
-        for run in kept.cut(length) if kept else ():
+    @cached_property
+    def buffer(self) -> KVBuffer:
+        """Taken when the work is begun, with what is there already, and exact."""
+        buffer = KVBuffer.like(self.model.shapes, len(self.ids))
+        kept, self.done = self.sequences.beginning(self.namespace, self.ids)
+        for run in kept.cut(self.done) if kept else ():
             part = run.module(self.ids[run.slot : run.slot + len(run)].tolist())
-            self.buffer.place(part, run.slot, self.model.rule)
-        self.done = length
+            buffer.place(part, run.slot, self.model.rule)
+        return buffer
+
+    def _compute(self) -> None:
+        buffer = self.buffer
+        end = min(self.done + _PIECE, len(self.ids))
+        if end > self.done:
+            slots = torch.arange(self.done, end)
+            known = torch.from_numpy(self.ids[None, :end])
+            self.model.prefill(buffer, known, slots, num_logits=0)
+        self.done = end
 
     def _keep(self) -> None:
-        """Keep it, but for what was forgotten meanwhile."""
-        assert self.buffer is not None
         count = len(self.ids)
         chunks = tuple(chunk for chunk in self.plan.chunks if chunk[1] <= count)
         settled = PromptKV(self.namespace, self.ids, (), count, "", chunks)
-        self.sequences.add(settled, RowKV(self.buffer, count))
-        for chunk in self.learning.forgotten(self.plan):
-            self.sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk.token_ids))
+        self.learning.keep(self.sequences, settled, RowKV(self.buffer, count), self.plan)

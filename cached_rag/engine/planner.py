@@ -9,21 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from cached_rag.backends.base import Backend
 from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.report import Clock, Report
+from cached_rag.engine.resources import Resources
 from cached_rag.errors import ConfigError, ContextOverflowError, RelocationError
-from cached_rag.library.encoder import Encoder
-from cached_rag.library.learning import Learning
-from cached_rag.library.library import Library
 from cached_rag.library.matching import Match, align
 from cached_rag.library.plan import Encodings, Plan, make_plan
-from cached_rag.library.sequences import Sequences
-from cached_rag.methods import Epic, Full, Lexical, Prefix, Selector, Takes, UnionSelector, spelled
+from cached_rag.methods import Auto, Full, Prefix, Selector, Takes, spelled
 
 
 class Reading(Protocol):
@@ -57,21 +53,10 @@ class Planner(Protocol):
 
 @dataclass(frozen=True)
 class TextPlanner:
-    """Plans one rendered prompt.
+    """Plans one rendered prompt."""
 
-    Attributes:
-        kept: finished prompts, of which chunks without KV are taken; None to take none.
-    """
-
-    encoder: Encoder
-    learning: Learning
+    resources: Resources
     rendered: Rendered
-    kept: Sequences | None = None
-
-    @property
-    def library(self) -> Library:
-        """The known chunks."""
-        return self.encoder.library
 
     @property
     def text(self) -> str:
@@ -80,29 +65,30 @@ class TextPlanner:
 
     def read(self, takes: Takes) -> Reading:
         """See `Planner`."""
-        rendered, takes_any = self.rendered, takes is not Takes.NOTHING
+        resources, text, looks_for_kv = self.resources, self.text, takes is not Takes.NOTHING
+        table, handed = resources.library.table, resources.library.handed_over
         matches = self._matches()
-        tokens = self.encoder.tokenization.tokenize(
-            replace(rendered, literal=self._literal(matches))
-        )
-        if takes_any and self.learning.notice(rendered.text, tokens, matches):
+        rendered = replace(self.rendered, literal=self._literal(matches))
+        tokens = resources.tokenization.tokenize(rendered)
+        if looks_for_kv and resources.learning.notice(text, tokens, matches):
             matches = self._matches()
-        table, handed = self.library.table, self.library.handed_over
         whole = [match for one in matches if (match := align(one, tokens)) is not None]
         has_strays = len(whole) < len(matches)
-        aligned, notes = handed.find(table, rendered.text, tokens, matches, whole, tells=takes_any)
-        if not takes_any:
-            chunks = tuple((match.chunk.text_digest, match.end) for match in aligned)
-            none = Plan(
-                (), tuple(aligned), len(tokens), chunks, looks_for_kv=False, has_strays=has_strays
-            )
-            return lambda report, *, lazy: (tokens, none)
+        found, notes = handed.find(table, text, tokens, matches, whole, tells=looks_for_kv)
+        aligned = tuple(found)
         clock = Clock()
-        notes = [*notes, *self._bring(tokens, aligned)]
-        planned = partial(self._plan, tokens, aligned, notes, clock.total())
+        if looks_for_kv:
+            notes = [*notes, *self._bring(tokens, aligned)]
+        brought_ms = clock.total()
 
         def reading(report: Report, *, lazy: bool) -> tuple[Tokens, Plan]:
-            plan = planned(report, takes, lazy=lazy)
+            report.note(*notes)
+            if looks_for_kv:
+                plan = self._plan(tokens, aligned, takes, report, lazy=lazy)
+                report.load_ms += brought_ms
+            else:
+                chunks = tuple((match.chunk.text_digest, match.end) for match in aligned)
+                plan = Plan((), aligned, len(tokens), chunks, looks_for_kv=False)
             return tokens, replace(plan, has_strays=has_strays)
 
         return reading
@@ -111,11 +97,12 @@ class TextPlanner:
         """The spans of the prompt in which nothing is a control token."""
         rendered = self.rendered
         literal = (*rendered.literal, *(match.span for match in matches))
-        obeyed = self.encoder.tokenization.obeyed
-        if rendered.is_chat or not obeyed(replace(rendered, literal=literal)):
+        if rendered.is_chat or not self.resources.tokenization.obeyed(
+            replace(rendered, literal=literal)
+        ):
             return literal
         # A known text may begin within another one, whose KV is taken.
-        others = self.library.table.find(rendered.text, overlapping=True)
+        others = self.resources.library.table.find(rendered.text, overlapping=True)
         return (*literal, *(match.span for match in others))
 
     def _matches(self) -> list[Match]:
@@ -125,53 +112,56 @@ class TextPlanner:
         and is no document, wherever the same characters were ingested.
         """
         rendered = self.rendered
-        matches = list(self.library.table.find(rendered.text))
+        matches = list(self.resources.library.table.find(rendered.text))
         if not matches or not rendered.is_chat:
             return matches
-        own = Spans(self.encoder.tokenization.obeyed(rendered))
+        own = Spans(self.resources.tokenization.obeyed(rendered))
         return [one for one in matches if not own.touch(*one.span)]
 
     def _bring(self, tokens: Tokens, matches: Sequence[Match]) -> list[str]:
         """Bring KV from another machine into memory; returns notes for the user."""
-        if self.library.shelf.remote is None:
+        library = self.resources.library
+        if library.shelf.remote is None:
             return []
-        notes = self.library.listen()
-        encodings = Encodings.of(self.encoder, tuple(tokens.ids))
-        return [*notes, *self.library.shelf.bring(encodings.wanted(matches))]
+        notes = library.listen()
+        encodings = Encodings.of(self.resources.encoder, tuple(tokens.ids))
+        return [*notes, *library.shelf.bring(encodings.wanted(matches))]
 
     def _plan(
         self,
         tokens: Tokens,
         matches: Sequence[Match],
-        notes: Sequence[str],
-        brought_ms: float,
-        report: Report,
         takes: Takes,
+        report: Report,
         *,
         lazy: bool,
     ) -> Plan:
-        clock = Clock()
-        plan = make_plan(self.encoder, tokens, matches, self.kept, lazy=lazy)
-        report.load_ms = brought_ms + clock.lap()
-        report.notes += [note for note in notes if note not in report.notes]
+        """The plan, with what the method takes; the report is given counts and times."""
+        clock, resources = Clock(), self.resources
+        kept = resources.sequences if resources.settings.harvests else None
+        plan = make_plan(resources.encoder, tokens, matches, kept, lazy=lazy)
+        report.load_ms = clock.lap()
         unused = () if takes is Takes.ALL else plan.harvested
         missed = {match.chunk.text_digest: match.chunk for match in (*plan.missed, *unused)}
         report.modules_missed = len(missed)
+        if resources.learning.write_back is not None:
+            report.missed_tokens = sum(chunk.num_tokens for chunk in missed.values())
         if plan.missed:
             self._explain(plan, report)
-        if self.learning.write_back is not None:
-            report.missed_tokens = sum(chunk.num_tokens for chunk in missed.values())
         return plan.taking(takes)
 
     def _explain(self, plan: Plan, report: Report) -> None:
         """Add a note if the missing KV exists, but was made by another model or dtype."""
-        makers = self.library.other_makers(match.chunk for match in plan.missed)
+        library = self.resources.library
+        makers = library.other_makers(match.chunk for match in plan.missed)
         if not makers:
             return
-        own = self.library.maker
+        own = library.maker
         is_alike = any(str(maker) == str(own) for maker in makers)
         by = ", ".join(dict.fromkeys(map(str, makers)))
-        later = "" if self.learning.write_back is None else ", and encoded in the background"
+        later = (
+            "" if self.resources.learning.write_back is None else ", and encoded in the background"
+        )
         report.notes.append(
             f"KV of texts in this prompt was made by {by}{' (other weights)' if is_alike else ''}; "
             f"this engine is {own}: {len(plan.missed)} texts are computed now{later}; `cached-rag "
@@ -180,20 +170,21 @@ class TextPlanner:
 
 
 def choose(
-    model: Backend, plan: Plan, config: GenerationConfig
-) -> tuple[Plan, Selector, list[str]]:
+    model: Backend, plan: Plan, config: GenerationConfig, report: Report
+) -> tuple[Plan, Selector]:
     """How a prompt will be prefilled, after checking what the model can do.
 
+    Args:
+        report: is given a sentence for each thing that differs from what was asked for.
+
     Returns:
-        Only what the method uses of the plan; the method; and sentences for the user, one for each
-        thing that differs from what was asked for.
+        Only what the method uses of the plan; and the method.
 
     Raises:
         RelocationError: the model cannot run a method that was asked for by name.
         ConfigError: repair cannot follow an answer of this model.
     """
-    method, notes = config.selector(), list[str]()
-    rule = model.rule
+    method, rule = config.selector(), model.rule
     if method.composes:
         if model.composer is None:
             raise RelocationError(
@@ -209,15 +200,15 @@ def choose(
         if model.keeps_states and method.takes is Takes.ALL:
             rule.check(1, plan.length)  # else no chunk can be reused by itself
     except RelocationError as error:
-        if not method.gives_way and method.takes is Takes.ALL:
+        if method.takes is Takes.ALL and not isinstance(method, Auto):
             raise
-        notes.append(str(error))
+        report.note(str(error))
         switched = model.rule.limit is not None and plan.length > model.rule.limit
         method = Full() if switched else Prefix()
         plan = plan.taking(method.takes)
-    if method.gives_way and not model.can_watch:
-        method = _unwatched(method)
-        notes.append(
+    if isinstance(method, Auto) and not model.can_watch:
+        method = method.unwatched()
+        report.note(
             f"this model's attention cannot be watched, so {spelled(method)} is used instead, "
             'which keeps fewer of full prefill\'s answers; quality="exact" keeps them all'
         )
@@ -228,25 +219,11 @@ def choose(
         )
     limit = model.rule.limit
     if limit is not None and plan.length <= limit < plan.length + config.max_tokens:
-        notes.append(
+        report.note(
             f"this model's rotation changes at {limit} tokens; what an answer has beyond them is "
             "not what transformers would say, which computes all before it anew"
         )
-    return plan, method, notes
-
-
-def _unwatched(method: Selector) -> Selector:
-    """What replaces a method that gives way, on models whose attention cannot be watched.
-
-    It has as many anchors, and the ratio, if one was asked for. What the question's attention
-    chooses elsewhere, its words do here (docs/llama_cpp.md).
-    """
-    default = getattr(type(method), "recompute_ratio", 0.0)
-    ratio = getattr(method, "recompute_ratio", default)
-    if ratio == default:  # more than `Lexical`'s keeps no more answers (docs/experiments.md)
-        ratio = min(ratio, Lexical.recompute_ratio)
-    anchors = Epic(getattr(method, "anchor_tokens", 8))
-    return UnionSelector(members=(anchors, Lexical(ratio)))
+    return plan, method
 
 
 def repair_mark(method: Selector) -> str:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from cached_rag.backends.base import RepairInput
+from cached_rag.backends.machine import profile_key
 from cached_rag.config import check_room
 from cached_rag.engine.planner import check_fits, choose, repair_mark
 from cached_rag.engine.prompt import NOTHING, Beginning, Following, Pieces, Prefilling
 from cached_rag.engine.report import Clock
 from cached_rag.engine.resources import Resources
-from cached_rag.engine.trace import Coverage
+from cached_rag.engine.trace import TraceSource, kinds_of, uses_of
 from cached_rag.errors import ContextOverflowError, CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVBuffer, LayerLoader, ModuleKV
 from cached_rag.kv.rows import RowKV
@@ -80,27 +81,26 @@ def prepare(prompt: Prefilling) -> None:
         check_fits(resources.model, plan, config.max_tokens)
         check_known(resources.model, prompt.tokens.ids, "the prompt")
         report.match_ms += clock.lap() - (report.load_ms - loaded_ms)
-        plan, method, notes = choose(resources.model, plan, config)
+        plan, method = choose(resources.model, plan, config, report)
         objection = resources.audits.objection(spelled(method))
         if objection and not plan.is_exact:
-            plan, method, notes = plan.taking(Takes.NOTHING), Full(), [*notes, objection]
+            plan, method = plan.taking(Takes.NOTHING), Full()
+            report.note(objection)
     prompt.plan, prompt.method, prompt.repair = plan, method, repair_mark(method)
     prompt.begin_with(NOTHING)
     if isinstance(method, Auto) and not plan.is_exact:
-        notes = [*notes, *_reconsider(prompt, method)]
+        _reconsider(prompt, method)
     if harvested := prompt.plan.harvested_from(0):
-        notes = [
-            *notes,
+        report.note(
             f"{harvested} of {len(plan.matches)} texts were taken from earlier prompts that "
-            "contained them (harvest), as they are not encoded yet",
-        ]
-    report.notes += [note for note in notes if note not in report.notes]
+            "contained them (harvest), as they are not encoded yet"
+        )
     if method != config.selector():
         report.method = spelled(method)
 
 
-def _reconsider(prompt: Prefilling, method: Auto) -> list[str]:
-    """Drop approximate KV of which the method would compute all anew; returns notes for the user.
+def _reconsider(prompt: Prefilling, method: Auto) -> None:
+    """Drop approximate KV of which the method would compute all anew.
 
     So nothing is placed in vain, and what is computed is full prefill's, which others may share.
     """
@@ -108,16 +108,16 @@ def _reconsider(prompt: Prefilling, method: Auto) -> list[str]:
     layout = _layout(prompt, prompt.plan.starting_from(beginning.pieces(prompt.tokens.ids)))
     share = method.share(layout)
     if share <= method.recompute_ratio:
-        return []
+        return
     if share == 1.0:
         prompt.plan = prompt.plan.taking(Takes.EXACT)
         prompt.begin_with(NOTHING)
         prompt.report.modules_missed += len(prompt.plan.harvested)
     how = "all of them are computed" if share == 1.0 else f"{share:.0%} of them is recomputed"
-    return [
+    prompt.report.note(
         "these chunks are full of entries that differ in a name or a number, so "
         f"{how}, so that the right one is read; fewer chunks take less time"
-    ]
+    )
 
 
 def _layout(prompt: Prefilling, plan: Plan) -> Layout:
@@ -195,11 +195,11 @@ def follow(prompt: Prefilling, beginning: Beginning) -> None:
 
     Only for prompts without cached KV behind their beginning, so that nothing has to be repaired.
     """
-    report, done = prompt.report, len(beginning)
-    prompt.coverage = Coverage.of(prompt.begin_with(beginning))
-    report.modules_hit = prompt.plan.num_chunks
-    report.cached_tokens, report.recomputed_tokens = done, 0
-    report.charged_recompute = 1 - done / len(prompt.tokens)
+    plan = prompt.begin_with(beginning)
+    prompt.report.modules_hit = prompt.plan.num_chunks
+    layout = _layout(prompt, plan)
+    rows = layout.fresh.nonzero().squeeze(1)
+    _note_rows(prompt, plan, layout, rows, len(rows) * layout.num_layers)
 
 
 def _place(resources: Resources, plan: Plan, buffer: KVBuffer) -> LayerLoader | None:
@@ -228,13 +228,12 @@ def _run(
     in_pieces: bool,
 ) -> int:
     """Compute a prompt's rows, or choose them only; returns the (token, layer) pairs computed."""
-    model, ids = prompt.resources.model, torch.tensor([prompt.tokens.ids])
-    layers = model.shapes.num_layers
-    layout = _layout(prompt, plan)
+    model, layout = prompt.resources.model, _layout(prompt, plan)
+    ids, layers = layout.ids[None], layout.num_layers
     ready = loader.wait if loader else None
     if model.keeps_states:
         _wait(loader, layers)
-        return _run_on(prompt, plan, buffer, ids)
+        return _run_on(prompt, plan, buffer, layout)
     given = RepairInput(buffer, ids, layout, prompt.method, ready)
     chosen = model.choose(given) if in_pieces else None
     if chosen is not None:
@@ -257,7 +256,7 @@ def _wait(loader: LayerLoader | None, layers: int) -> None:
             loader.wait(layer)
 
 
-def _run_on(prompt: Prefilling, plan: Plan, buffer: KVBuffer, ids: torch.Tensor) -> int:
+def _run_on(prompt: Prefilling, plan: Plan, buffer: KVBuffer, layout: Layout) -> int:
     """Compute a prompt behind the states of its beginning, with snapshots on the way.
 
     One is taken where the answer's header begins, for the next turn and for the same prompt again,
@@ -266,7 +265,7 @@ def _run_on(prompt: Prefilling, plan: Plan, buffer: KVBuffer, ids: torch.Tensor)
     computed.
     """
     model, sequences = prompt.resources.model, prompt.resources.sequences
-    runs, begin = prompt.beginning.runs, len(prompt.beginning)
+    runs, begin, ids = prompt.beginning.runs, len(prompt.beginning), layout.ids[None]
     kept = runs[-1].buffer.states if runs else None
     buffer.states = kept.copy() if kept is not None else None
     jumps = {place.begin + change.begin: change for place, change in plan.changes}
@@ -288,20 +287,28 @@ def _run_on(prompt: Prefilling, plan: Plan, buffer: KVBuffer, ids: torch.Tensor)
             buffer.states = model.composer.behind(buffer.states, change.packed, done)
     prompt.logits = model.prefill(buffer, ids, torch.arange(done, ids.shape[1])).logits
     rows = torch.tensor([*computed, *range(done, ids.shape[1])])
-    layers = model.shapes.num_layers
-    _note_rows(prompt, plan, plan.layout(layers), rows, len(rows) * layers)
-    return len(rows) * layers
+    pairs = len(rows) * layout.num_layers
+    _note_rows(prompt, plan, layout, rows, pairs)
+    return pairs
 
 
 def _note_rows(
     prompt: Prefilling, plan: Plan, layout: Layout, rows: torch.Tensor, computed: int
 ) -> None:
-    """Report which rows of a prompt are computed, and how many (token, layer) pairs."""
-    report, cached = prompt.report, int((~layout.fresh).sum())
-    prompt.coverage = Coverage.of(plan, rows, prompt.method, layout)
+    """Note and report which (num_rows,) slots are computed, and how many (token, layer) pairs."""
+    resources, report = prompt.resources, prompt.report
+    prompt.trace_source = TraceSource(
+        kinds_of(layout, rows, prompt.method),
+        uses_of(plan),
+        plan.matches if plan.looks_for_kv else (),
+        prompt.tokens,
+        prompt.planner.text,
+        resources.tokenization,
+        profile_key(resources.model),
+    )
     report.charged_recompute = computed / (len(prompt.tokens) * layout.num_layers)
     report.recomputed_tokens = int((~layout.fresh[rows.cpu()]).sum())
-    report.cached_tokens = cached - report.recomputed_tokens
+    report.cached_tokens = int((~layout.fresh).sum()) - report.recomputed_tokens
     if isinstance(prompt.method, AnchorFlow) and plan.positions is None:
         prompt.following = Following(prompt.method, layout, rows)
 
@@ -316,7 +323,7 @@ def _leave_out(prompt: Prefilling, loader: LayerLoader | None, problem: StoreErr
     if failed is None or failed.source is None:
         raise problem
     _log.warning("%s The chunk is computed anew.", problem)
-    prompt.report.notes.append(str(problem))
+    prompt.report.note(str(problem))
     library = prompt.resources.library
     if isinstance(problem, CorruptBlobError):
         with library.shelf.spared():

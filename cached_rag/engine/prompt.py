@@ -23,15 +23,13 @@ import numpy as np
 import torch
 
 from cached_rag.backends.base import Backend, RepairInput, StepInput
-from cached_rag.backends.machine import profile_key
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.config import GenerationConfig
 from cached_rag.engine.planner import Planner, Reading
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.resources import Resources
-from cached_rag.engine.trace import Coverage, TraceSource
+from cached_rag.engine.trace import TraceSource
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
-from cached_rag.kv.catalog import inner_ids
 from cached_rag.kv.rows import RowKV, Run
 from cached_rag.library.plan import Placement, Plan
 from cached_rag.library.sequences import Ids, PromptKV, where
@@ -46,7 +44,6 @@ class Following:
     """What is left to follow of one answer.
 
     Attributes:
-        computed: how many (token, layer) pairs it took so far, without the answer's own tokens.
         count: how many of the answer's first tokens are followed.
     """
 
@@ -57,7 +54,6 @@ class Following:
             layout: how the prompt was covered before it.
             rows: (num_rows,) slots of the prompt's tokens that were computed.
         """
-        self.computed = 0
         self.count, self._method, self._layers = method.followed(layout), method, layout.num_layers
         self._stale = layout.reused.clone()
         self._each = math.ceil(method.follow_ratio * int(self._stale.sum()))
@@ -70,15 +66,15 @@ class Following:
     @torch.inference_mode()
     def step(
         self, model: Backend, buffer: KVBuffer, token_ids: Sequence[int], draft: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Compute the last of `token_ids` and what is drafted behind it, and what they need.
 
         Args:
             token_ids: the prompt's and the answer's so far.
 
         Returns:
-            (1 + len(draft), vocab_size) logits after each of them, and (num_rows,) slots of the
-            prompt's tokens that were recomputed.
+            (1 + len(draft), vocab_size) logits after each of them, (num_rows,) slots of the
+            prompt's tokens that were recomputed, and how many (token, layer) pairs that took.
 
         Effects: writes their KV, and that of the prompt's recomputed tokens, to `buffer`, which
         holds that of all others.
@@ -95,8 +91,7 @@ class Following:
         done = model.repair(RepairInput(buffer, ids, layout, wanted, num_logits=new))
         rows = done.rows[done.rows < prompt].cpu()
         self._stale[rows] = False
-        self.computed += done.computed - new * self._layers
-        return done.tail[0], rows
+        return done.tail[0], rows, done.computed - new * self._layers
 
 
 @torch.inference_mode()
@@ -130,10 +125,8 @@ class Pieces:
     drifting: Sequence[tuple[int, int]] = ()
 
     @property
-    def done(self) -> int | None:
-        """How many of the prompt's tokens, from the first, are final; None for all."""
-        if not self.slots:
-            return None
+    def done(self) -> int:
+        """How many of the prompt's tokens, from the first, are final."""
         chunk = self._around(self.slots[0])
         return chunk[0] if chunk else self.slots[0]
 
@@ -227,7 +220,9 @@ class Prefilling:
         is_private: no other prompt may use its KV, as it contains a text that was forgotten, say.
         answer: the tokens of its answer so far, of which a prompt that was set back has some.
         logits: (1, vocab_size) after the last prompt token.
-        coverage: for each token, whether it was computed, and where its KV came from.
+        first_logits: (vocab_size,) of the answer's first token, to be audited; None if not.
+        trace_source: for each token, whether it was computed, and where its KV came from; None
+            before they are prefilled.
         left: rows that are chosen, and left to the scheduler's batch; None if all are computed.
         following: the repair that goes on with the answer; None if it does not.
     """
@@ -251,7 +246,8 @@ class Prefilling:
     is_private: bool = False
     answer: Sequence[int] = ()
     logits: torch.Tensor = field(init=False)
-    coverage: Coverage | None = None
+    first_logits: torch.Tensor | None = None
+    trace_source: TraceSource | None = None
     left: Pieces | None = None
     following: Following | None = None
 
@@ -270,24 +266,9 @@ class Prefilling:
         return np.asarray(self.tokens.ids, dtype=np.int64)
 
     @property
-    def rows(self) -> torch.Tensor:
-        """(num_rows,) int64 slots that were computed in every layer."""
-        assert self.coverage is not None
-        return self.coverage.rows
-
-    @property
     def namespace(self) -> str:
         """The tenant whose KV this prompt may use."""
         return self.resources.library.namespace
-
-    @property
-    def trace_source(self) -> TraceSource | None:
-        """What says what became of each of the prompt's tokens; None before they are prefilled."""
-        if self.coverage is None:
-            return None
-        text, key = self.planner.text, profile_key(self.resources.model)
-        tokenization = self.resources.tokenization
-        return TraceSource(self.coverage, self.tokens, text, tokenization, key)
 
     @property
     def is_beyond_switch(self) -> bool:
@@ -380,27 +361,24 @@ class Prefilling:
         if self.following is None or not self.following.is_on(len(token_ids)):
             return None
         assert self.buffer is not None
-        assert self.coverage is not None
-        model, before = self.resources.model, self.following.computed
-        ids = [*self.tokens.ids, *token_ids]
+        assert self.trace_source is not None
+        model, ids = self.resources.model, [*self.tokens.ids, *token_ids]
         most = min(self.following.count, self.config.max_tokens - 1) - len(token_ids)
         most = min(most, TOGETHER - 1, self.buffer.capacity - len(ids))
         if draft is None:
             draft = likeliest(model, self.buffer, ids, most)
         draft = list(draft[: max(0, most)])
-        logits, rows = self.following.step(model, self.buffer, ids, draft)
-        pairs = self.following.computed - before
+        logits, rows, pairs = self.following.step(model, self.buffer, ids, draft)
         self.report.charged_recompute += pairs / (len(self.tokens) * model.shapes.num_layers)
         self.report.recomputed_tokens += len(rows)
         self.report.cached_tokens -= len(rows)
-        self.coverage.repair(rows)
+        self.trace_source.repair(rows)
         return logits, draft
 
     @property
     def num_final(self) -> int:
         """How many of the prompt's tokens, from the first, have final KV in `buffer`."""
-        done = self.left.done if self.left else None
-        return len(self.ids) if done is None else done
+        return self.left.done if self.left and self.left.slots else len(self.ids)
 
     def give_buffer(self, *, is_free: bool = True) -> None:
         """Let the next prompt use this one's memory, if no other request reads it."""
@@ -408,44 +386,41 @@ class Prefilling:
             self.resources.workspace.give(self.buffer)
         self.buffer = None
 
-    def release(self, *, is_free: bool = True, first_logits: torch.Tensor | None = None) -> None:
+    def release(self, *, is_free: bool = True) -> None:
         """End the prompt: its KV is kept for others, as far as it may be, and memory released.
 
         Doing it again changes nothing.
 
         Args:
             is_free: no other request reads the buffer.
-            first_logits: (vocab_size,) of the answer's first token, to be audited.
         """
         try:
             if self.held is not None:
-                self._leave(self.held, first_logits)
+                self._leave(self.held)
         finally:
             self.give_buffer(is_free=is_free)
-            self.held = None
+            self.held = self.first_logits = None
             self.resources.activity.end(self)
 
-    def _leave(self, kv: RowKV, first_logits: torch.Tensor | None) -> None:
+    def _leave(self, kv: RowKV) -> None:
         """Keep KV for prompts that begin alike, and offer missed chunks to the background."""
         plan, learning, sequences = self.plan, self.resources.learning, self.resources.sequences
         self.keep_apart()
         if (states := kv.own.states) is not None:
             kv.own.snapshots[states.length] = states
         if not self.is_private:
-            sequences.add(self._prompt_kv(plan, kv), kv)
-            for chunk in learning.forgotten(plan):
-                sequences.forget(self.namespace, chunk.text_digest, inner_ids(chunk.token_ids))
+            learning.keep(sequences, self._prompt_kv(plan, kv), kv, plan)
         is_reused = self.method.takes is not Takes.NOTHING
         if is_reused:
             learning.see_to(self.tokens, plan)
         if is_reused and not self.is_private and plan.positions is None:
             settled = max(self.exact_length, len(self.beginning))  # a chat goes on from its own
-            self.resources.settling.see(learning, self.namespace, self.ids, plan, settled)
-        if first_logits is not None and learning.write_back is not None:
+            self.resources.settling.see(learning, self.ids, plan, settled)
+        if (logits := self.first_logits) is not None and learning.write_back is not None:
             model, ids = self.resources.model, torch.from_numpy(self.ids[None])
             compare = self.resources.audits.compare
-            audit = partial(compare, spelled(self.method), model, ids, first_logits)
-            learning.write_back.offer(("audit", id(first_logits)), audit, lasts=False)
+            audit = partial(compare, spelled(self.method), model, ids, logits)
+            learning.write_back.offer(("audit", id(logits)), audit, lasts=False)
 
     def _prompt_kv(self, plan: Plan, kv: RowKV) -> PromptKV:
         """A description of this KV, to be kept. The answer is as exact as the prompt before it."""
@@ -475,6 +450,5 @@ class Prefilling:
         It has at least the last one, which every prompt computes, also if all was asked before.
         """
         controls = set(self.resources.tokenization.controls.values())
-        tail = self.ids[-_TEMPLATE_TAIL:].tolist()
-        begins = [at for at, token in enumerate(tail) if token in controls]
-        return len(self.ids) - (len(tail) - begins[0] if begins else min(1, len(tail)))
+        last = range(max(0, len(self.ids) - _TEMPLATE_TAIL), len(self.ids))
+        return next((at for at in last if int(self.ids[at]) in controls), last.stop - 1)

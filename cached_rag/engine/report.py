@@ -66,6 +66,10 @@ class Report:
     shared_kv_bytes: int = 0
     notes: list[str] = field(default_factory=list)
 
+    def note(self, *sentences: str) -> None:
+        """Tell the user these, unless they are told already."""
+        self.notes += [one for one in sentences if one not in self.notes]
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON, numbers rounded to six digits after the point."""
         values = dataclasses.asdict(self)

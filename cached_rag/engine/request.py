@@ -12,7 +12,6 @@ from cached_rag.backends.base import StepInput
 from cached_rag.engine.decoding import Decoding
 from cached_rag.engine.drafts import DEAREST, MOST, Drafts
 from cached_rag.engine.prompt import NOTHING, PAGE, Prefilling
-from cached_rag.engine.report import Report
 
 # What a request delivers: a piece of text; at the end None, or the error that ended it.
 Item = str | BaseException | None
@@ -40,6 +39,7 @@ class Request:
 
     Attributes:
         tenant: requests of different tenants take turns.
+        turn: its own, while it waits (`Waiting`).
         deliver: is called with every piece of the answer as soon as it is certain, on any thread.
         is_wanted: whether anybody still waits for the answer.
         is_adopted: others were offered its KV.
@@ -49,12 +49,11 @@ class Request:
         decoding: the answer so far.
         drafts: proposes its next tokens; None if that is not wanted, or not possible.
         draft: the tokens that the next pass checks.
-        is_audited: its first logits are to be compared with full prefill's.
-        first_logits: (vocab_size,) of the answer's first token; None if they are not wanted.
     """
 
     prompt: Prefilling
     tenant: str = ""
+    turn: int = 0
     deliver: Callable[[Item], None] = lambda _: None
     status: Status = Status.WAITING
     is_wanted: bool = True
@@ -63,17 +62,10 @@ class Request:
     decoding: Decoding = field(init=False)
     drafts: Drafts | None = None
     draft: list[int] = field(default_factory=list)
-    is_audited: bool = False
-    first_logits: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.decoding = Decoding(self.prompt.resources.model, self.prompt.config)
         self.prompt.answer = self.decoding.token_ids
-
-    @property
-    def report(self) -> Report:
-        """Complete when the request is over."""
-        return self.prompt.report
 
     @property
     def finish_reason(self) -> str | None:
@@ -81,12 +73,11 @@ class Request:
         reasons = {Status.CANCELLED: "cancelled", Status.FAILED: "error"}
         return reasons.get(self.status, self.decoding.finish_reason)
 
-    def see_to_audit(self) -> None:
-        """Have the first logits audited, if they may differ from full prefill's and it is time."""
+    def _is_audited(self) -> bool:
+        """Whether the first logits may differ from full prefill's, and it is time to compare."""
         prompt = self.prompt
-        is_exact = prompt.exact_length >= len(prompt.tokens)
-        if not is_exact and prompt.plan.positions is None:
-            self.is_audited = prompt.resources.audits.is_due()
+        may_differ = prompt.exact_length < len(prompt.tokens) and prompt.plan.positions is None
+        return may_differ and prompt.resources.audits.is_due()
 
     def begin_answer(self) -> None:
         """Set the prompt that is answered, before the first token is taken."""
@@ -158,13 +149,13 @@ class Request:
             followed: what was drafted by `Prefilling.follow`; None for `draft`.
         """
         draft = self.draft if followed is None else followed
-        if self.is_audited and not self.decoding.token_ids:
-            self.first_logits = logits[0].clone()
+        if not self.decoding.token_ids and self._is_audited():
+            self.prompt.first_logits = logits[0].clone()
         text, accepted = self.decoding.take_drafted(logits, draft)
         self.prompt.kv.length += accepted
         if followed is None:
-            self.report.drafted_tokens += len(draft)
-            self.report.accepted_tokens += accepted
+            self.prompt.report.drafted_tokens += len(draft)
+            self.prompt.report.accepted_tokens += accepted
             if self.drafts is not None:
                 self.drafts.learn(len(draft), accepted)
         self.pending = self.decoding.token_ids[-1:]
@@ -174,8 +165,8 @@ class Request:
         """Report how much KV is shared, and give the prompt's buffer back if it was replaced."""
         prompt, own = self.prompt, self.prompt.kv.own
         if shared := sum(len(run) for run in prompt.kv.runs if run.buffer is not own):
-            self.report.kv_bytes = own.nbytes
-            self.report.shared_kv_bytes = shared * prompt.resources.model.shapes.bytes_per_token
+            prompt.report.kv_bytes = own.nbytes
+            prompt.report.shared_kv_bytes = shared * prompt.resources.model.shapes.bytes_per_token
         if own is not prompt.buffer:
             prompt.give_buffer()
 
@@ -190,11 +181,6 @@ class Request:
         self.prompt.held = self.prompt.left = self.prompt.following = None
         self.prompt.begin_with(NOTHING)
         self.is_adopted = False
-
-    def release(self, *, is_free: bool) -> None:
-        """See `Prefilling.release`."""
-        logits, self.first_logits = self.first_logits, None
-        self.prompt.release(is_free=is_free, first_logits=logits)
 
     def finish(self, status: Status, last: BaseException | None) -> None:
         """Set the final status, and deliver None or the error."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.backends.machine import Profile, free_bytes, profile_of
 from cached_rag.backends.resolve import Variant
 from cached_rag.backends.thread import on_model_thread
-from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.backends.transformers.loading import load_model
 from cached_rag.config import StoreConfig
 from cached_rag.engine.idle import Audits, Settling
@@ -30,68 +29,47 @@ from cached_rag.kv.wire import Sizes
 from cached_rag.library.archive import PromptArchive
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.learning import Activity, Learning, WriteBack
-from cached_rag.library.library import Library
 from cached_rag.library.sequences import Sequences
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What an engine answers its requests with.
+class Shared:
+    """What all tenants of one model answer their requests with.
 
     Attributes:
-        library: this tenant's own, as are `tokenization` and `learning`. All the rest belongs to
-            all tenants of one model.
-        archive: what finished prompts left on disk; None if that is not kept.
         activity: the requests that are under way; background work waits for their end.
+        archive: what finished prompts left on disk; None if that is not kept.
+        sequences: what they left in memory.
     """
 
-    model: Backend
-    tokenization: Tokenization
-    library: Library
-    learning: Learning
-    archive: PromptArchive | None
-    sequences: Sequences
-    workspace: Workspace
-    activity: Activity
-    audits: Audits
-    settling: Settling
+    def __init__(self, model: Backend, settings: StoreConfig) -> None:
+        self.activity = Activity()
+        self.archive = _archive(model, settings, self.activity)
+        self.sequences = Sequences(
+            settings.sequence_bytes or 0,
+            keeps_repaired=settings.keeps_repaired,
+            disk=self.archive,
+        )
+        self.workspace = Workspace(model.shapes)
+        self.audits = Audits(settings.audit_rate, settings.audit_limit)
+        self.settling = Settling(model, self.sequences, is_on=settings.settle)
 
-    @classmethod
-    def of(
-        cls,
-        model: Backend,
-        tokenization: Tokenization,
-        library: Library,
-        encoder: Encoder,
-        settings: StoreConfig,
-        shared: Resources | None,
-    ) -> Resources:
-        """A tenant's resources.
+
+class Resources(Shared):
+    """What one tenant's engine answers its requests with: the same objects, and its own."""
+
+    def __init__(self, encoder: Encoder, settings: StoreConfig, shared: Shared | None) -> None:
+        """The first tenant's resources, or those of another one.
 
         Args:
             settings: see `completed`.
-            shared: another tenant's, of the same model; None for the first.
+            shared: what the tenants before have; None for the first.
         """
-        activity = shared.activity if shared else Activity()
-        learning = Learning(encoder, settings, activity)
-        if shared is not None:
-            return replace(shared, tokenization=tokenization, library=library, learning=learning)
-        kept, archive = settings.sequence_bytes or 0, _archive(model, settings, activity)
-        sequences = Sequences(kept, keeps_repaired=settings.keeps_repaired, disk=archive)
-        return cls(
-            model,
-            tokenization,
-            library,
-            learning,
-            archive,
-            sequences,
-            Workspace(model.shapes),
-            activity,
-            Audits(settings.audit_rate, settings.audit_limit),
-            Settling(model, sequences, is_on=settings.settle),
-        )
+        vars(self).update(vars(shared or Shared(encoder.model, settings)))
+        self.model, self.tokenization = encoder.model, encoder.tokenization
+        self.encoder, self.library, self.settings = encoder, encoder.library, settings
+        self.learning = Learning(encoder, settings, self.activity)
 
 
 def _archive(model: Backend, settings: StoreConfig, activity: Activity) -> PromptArchive | None:

@@ -157,9 +157,7 @@ class Scheduler:
             self._sweep()
             computed = self._admit()
             work = self._batch.work(computed)
-            for request in self._batch:
-                if request.status is Status.ANSWERING and request.prompt.is_following:
-                    self._follow(request)
+            self._follow()
             self._run(work)
         self._sweep_if_free()
 
@@ -176,7 +174,6 @@ class Scheduler:
                     continue
                 if request.prompt.plan is UNPLANNED:  # once, however often there is no room yet
                     prefill.prepare(request.prompt)
-                    request.see_to_audit()
                 beginning = self._batch.beginning(request)
                 if beginning.is_coming or not self._batch.has_room(request, beginning):
                     break
@@ -201,12 +198,11 @@ class Scheduler:
         request.begin_answer()
         others_wait = bool(len(self._waiting))
         computed = self._batch.begin(request, beginning, others_wait=others_wait)
-        if request.pending:  # the prompt's own tokens: the batch computes them
-            return computed
-        if answered:
-            self._go_on(request, answered)
-        else:
-            self._take(request, request.prompt.logits)
+        if not request.pending:  # else they are the prompt's own tokens: the batch computes them
+            if answered:
+                self._go_on(request, answered)
+            else:
+                self._take(request, request.prompt.logits)
         return computed
 
     def _run(self, work: Work) -> None:
@@ -257,7 +253,7 @@ class Scheduler:
         self, request: Request, logits: torch.Tensor, followed: Sequence[int] | None = None
     ) -> None:
         """Take a request's next tokens; finish it if its answer ends with them; see `take`."""
-        report, clock = request.report, request.prompt.clock
+        report, clock = request.prompt.report, request.prompt.clock
         with self._failing(request):
             piece = request.take(logits, followed)
             request.status = Status.ANSWERING
@@ -269,13 +265,14 @@ class Scheduler:
             else:
                 self._batch.share(request)
 
-    def _follow(self, request: Request) -> None:
-        """Compute an answer's last token, and what it needs of the prompt; take the next one."""
-        with self._failing(request):
-            followed = self._followed(request, request.decoding.token_ids)
-            assert followed is not None
-            request.pending = []
-            self._take(request, *followed)
+    def _follow(self) -> None:
+        """Compute answers' last tokens, and what they need of the prompt, where repair goes on."""
+        for request in self._batch:
+            with self._failing(request):
+                is_answering = request.status is Status.ANSWERING
+                if is_answering and (followed := self._followed(request, request.prompt.answer)):
+                    request.pending = []
+                    self._take(request, *followed)
 
     def _followed(
         self, request: Request, token_ids: Sequence[int]
@@ -319,8 +316,8 @@ class Scheduler:
             return
         self._open.discard(request)
         self._waiting.remove(request)
-        request.report.output_tokens = len(request.decoding.token_ids)
-        request.report.total_ms = request.prompt.clock.total()
+        request.prompt.report.output_tokens = len(request.decoding.token_ids)
+        request.prompt.report.total_ms = request.prompt.clock.total()
         try:
             self._batch.drop(request)
         except Exception:  # only caching failed: the answer is complete, and others go on
@@ -336,18 +333,15 @@ class Scheduler:
             self.turn()
         except BaseException as error:  # else whoever waits for an answer would wait forever
             _log.exception("a turn failed; all requests fail with it")
-            self._fail_all(error)
+            with self._turning:
+                # A request that comes meanwhile is not to blame, so the list is made first.
+                for request in list(self._open):
+                    with contextlib.suppress(Exception):
+                        self._finish(request, Status.FAILED, error)
         with self._driving:
             self._driven = {request for request in self._driven if not request.status.is_over}
             if self._driven:
                 model_thread.submit(self._drive)
-
-    def _fail_all(self, error: BaseException) -> None:
-        with self._turning:
-            # A request that comes meanwhile is not to blame, so the list is made first.
-            for request in list(self._open):
-                with contextlib.suppress(Exception):
-                    self._finish(request, Status.FAILED, error)
 
     def _sweep(self) -> None:
         """Do what `forget` and `cancel` have asked for."""

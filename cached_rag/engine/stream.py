@@ -63,7 +63,7 @@ class Stream(Iterator[str]):
     @property
     def report(self) -> Report:
         """What was reused and computed so far, and how long it took."""
-        return self._request.report
+        return self._request.prompt.report
 
     @property
     def trace(self) -> Trace | None:
@@ -219,16 +219,13 @@ class ToldStream(Stream):
     """An answer that no model makes: words that are there already."""
 
     def __init__(self, text: str, report: Report) -> None:
-        self._pieces, self._report = iter([text]), report
+        self._pieces, self._report, self._is_started = iter([text]), report, True
 
     report = property(lambda self: self._report)
     trace_source = property(lambda _: None)
     token_ids = property(lambda _: [])
     logprobs = property(lambda _: [])
     finish_reason = property(lambda _: "stop")
-
-    def start(self) -> None:
-        """Nothing waits."""
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -243,6 +240,3 @@ class ToldStream(Stream):
         self._pieces = iter(())
 
     close = cancel
-
-    def __del__(self) -> None:
-        """Nothing runs."""

@@ -1,7 +1,7 @@
 """What became of each of a prompt's tokens, as a record that holds no KV.
 
-`Coverage` is noted while a prompt is prefilled, in a few array operations. An answer has it in a
-`TraceSource`, and the readable `Trace` is made of that when somebody asks.
+A `TraceSource` is noted while a prompt is prefilled, in a few array operations. An answer has it,
+and the readable `Trace` is made of it when somebody asks.
 """
 
 from __future__ import annotations
@@ -118,64 +118,36 @@ class _Use:
     name: str
 
 
-@dataclass(frozen=True, eq=False)
-class Coverage:
-    """Where the KV of a prompt's tokens came from, and what was computed.
+@dataclass(eq=False, repr=False)
+class TraceSource:
+    """What a trace is made of: of an engine the tokenizer alone, so that the rest can be freed.
 
     Attributes:
         kinds: (seq_len,) uint8, indices into `Kind`'s members.
+        uses: where KV came from.
+        matches: the known chunks.
+        tokens, text: the prompt's. Where tokens have no offsets, as those of a schema's prompt, the
+            text is put together from them.
+        profile_key: of the model's profile on this machine.
     """
 
     kinds: npt.NDArray[np.uint8]
     uses: tuple[_Use, ...]
     matches: tuple[Match, ...]
-
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        rows: torch.Tensor | None = None,
-        method: Selector | None = None,
-        layout: Layout | None = None,
-    ) -> Coverage:
-        """What is so of a prompt that is prefilled.
-
-        Args:
-            plan: which KV is used.
-            rows: (num_rows,) int64 slots that are computed in every layer; None for those alone
-                that have no KV.
-            method, layout: by which a method's first layers have other rows; None if they do not.
-        """
-        kinds = np.full(plan.num_tokens, _KINDS.index(Kind.COMPUTED), dtype=np.uint8)
-        for place in plan.placements:
-            kind = Kind.IN_PLACE if place.is_exact else Kind.MOVED
-            kinds[place.begin : place.end] = _KINDS.index(kind)
-        if method is not None and layout is not None and method.check_layers(layout):
-            entered = (method.first_rows(layout) & layout.reused).numpy()
-            kinds[entered] = _KINDS.index(Kind.IN_PART)
-        uses = tuple(
-            _Use(place.begin, place.end, plan.delta(place), place.origin, place.name)
-            for place in plan.placements
-        )
-        found = cls(kinds, uses, plan.matches if plan.looks_for_kv else ())
-        if rows is not None:
-            known = torch.from_numpy(kinds != _KINDS.index(Kind.COMPUTED))
-            found.repair(rows.cpu()[known[rows.cpu()]])
-        return found
+    tokens: Tokens
+    text: str
+    tokenization: Tokenization
+    profile_key: ProfileKey
 
     def repair(self, rows: torch.Tensor) -> None:
         """Note (num_rows,) slots, all of tokens with KV, that were computed again."""
         self.kinds[rows.cpu().numpy()] = _KINDS.index(Kind.REPAIRED)
+        self.__dict__.pop("trace", None)
 
-    @property
-    def rows(self) -> torch.Tensor:
-        """(num_rows,) int64 slots of the tokens that were computed in every layer."""
-        whole = [_KINDS.index(kind) for kind in (Kind.COMPUTED, Kind.REPAIRED)]
-        return torch.from_numpy(np.flatnonzero(np.isin(self.kinds, whole)))
-
-    def trace(self, source: TraceSource) -> Trace:
-        """The readable record."""
-        tokens, text = source.tokens, source.text
+    @cached_property
+    def trace(self) -> Trace:
+        """The readable record, made when it is first asked for."""
+        tokens, text = self.tokens, self.text
         parts = sorted(self._parts(), key=lambda one: one[0])
         owners = np.full(len(self.kinds), -1)
         for index, (begin, end, _) in enumerate(parts):
@@ -186,7 +158,7 @@ class Coverage:
             edges = [*accumulate((tokens.starts[cut] for cut in cuts[1:-1]), max, initial=0)]
             edges.append(len(text))
         else:
-            pieces = source.tokenization.texts(tokens.ids, cuts)
+            pieces = self.tokenization.texts(tokens.ids, cuts)
             edges, text = [*accumulate(map(len, pieces), initial=0)], "".join(pieces)
         spans = tuple(
             Span(
@@ -196,9 +168,13 @@ class Coverage:
             )
             for i, first in enumerate(cuts[:-1])
         )
-        profile = kept_profile(source.profile_key)
+        profile = kept_profile(self.profile_key)
         full_ms = None if profile is None else profile.compute_s(len(tokens)) * 1000
         return Trace(text, spans, tuple(part for _, _, part in parts), full_ms)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To another process goes the trace, not the tokenizer."""
+        return {"trace": self.trace}
 
     def _parts(self) -> Iterator[tuple[int, int, TracePart]]:
         """The chunks, and other runs of tokens with KV: (first token, token after the last, it)."""
@@ -222,30 +198,27 @@ class Coverage:
         return TracePart(name, use.name, state, counts, use.origin, use.moved_by)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class TraceSource:
-    """What a trace is made of: of an engine the tokenizer alone, so that the rest can be freed.
+def kinds_of(layout: Layout, rows: torch.Tensor, method: Selector) -> npt.NDArray[np.uint8]:
+    """What becomes of each of a prompt's tokens.
 
-    Attributes:
-        tokens, text: the prompt's. Where tokens have no offsets, as those of a schema's prompt, the
-            text is put together from them.
-        profile_key: of the model's profile on this machine.
+    Args:
+        rows: (num_rows,) int64 slots that are computed in every layer.
     """
+    kinds = torch.full(layout.fresh.shape, _KINDS.index(Kind.MOVED), dtype=torch.uint8)
+    kinds[layout.exact] = _KINDS.index(Kind.IN_PLACE)
+    if method.check_layers(layout):  # the first layers have other rows
+        kinds[method.first_rows(layout) & layout.reused] = _KINDS.index(Kind.IN_PART)
+    kinds[rows.cpu()] = _KINDS.index(Kind.REPAIRED)
+    kinds[layout.fresh] = _KINDS.index(Kind.COMPUTED)
+    return kinds.numpy()
 
-    coverage: Coverage
-    tokens: Tokens
-    text: str
-    tokenization: Tokenization
-    profile_key: ProfileKey
 
-    @cached_property
-    def trace(self) -> Trace:
-        """Made when it is first asked for."""
-        return self.coverage.trace(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """To another process goes the trace, not the tokenizer."""
-        return {"trace": self.trace}
+def uses_of(plan: Plan) -> tuple[_Use, ...]:
+    """Where the KV of a prompt's tokens comes from."""
+    return tuple(
+        _Use(place.begin, place.end, plan.delta(place), place.origin, place.name)
+        for place in plan.placements
+    )
 
 
 def _common(use: _Use, match: Match) -> int:

@@ -14,9 +14,8 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Any, TypeVar
 
-from cached_rag.backends.base import Backend
+from cached_rag.backends.base import Backend, exclusively
 from cached_rag.backends.prompt_text import Rendered
-from cached_rag.backends.thread import on_model_thread
 from cached_rag.backends.tokenizer import Tokenization
 from cached_rag.config import MOST_PRIMERS
 from cached_rag.errors import ConfigError, ContextOverflowError
@@ -150,7 +149,8 @@ class Encoder:
         for behind, wanted in passes.items():
             # Answers go on between batches, and progress is told there, so that it may ask, too.
             for records, window in list(self._batches(order, behind, wanted)) or [([], None)]:
-                chunks, count = self._alone(partial(self._encode, behind, records, window))
+                encode = partial(self._encode, behind, records, window)
+                chunks, count = exclusively(self.model, encode)
                 if chunks:
                     progress(chunks, count)
         self._warn_of_lost(order)
@@ -246,7 +246,7 @@ class Encoder:
 
     def learn(self, behind: EncodedAfter) -> None:
         """Encode a prefix and make it known, so that prompts reuse it."""
-        self._alone(partial(self._encode, behind, (), None))
+        exclusively(self.model, partial(self._encode, behind, (), None))
 
     def learn_text(self, text: str) -> None:
         """Make a text known that prompts repeat."""
@@ -267,16 +267,7 @@ class Encoder:
             behind = EncodedAfter(behind.prefix_ids)
         if not self.library.shelf.holds(behind, chunk.token_ids):
             wanted = {chunk.token_ids: (chunk, text)}
-            self._alone(partial(self._encode_wanted, behind, wanted, None))
-
-    def _alone(self, work: Callable[[], _T]) -> _T:
-        """Do work while nothing else computes."""
-
-        def locked() -> _T:
-            with self.model.lock:
-                return work()
-
-        return on_model_thread(locked)
+            exclusively(self.model, partial(self._encode_wanted, behind, wanted, None))
 
     def _encode_wanted(
         self, behind: EncodedAfter, wanted: dict[Ids, Item], window: Window | None

@@ -24,12 +24,14 @@ from cached_rag.backends.thread import before_end, join
 from cached_rag.config import StoreConfig
 from cached_rag.errors import StoreError
 from cached_rag.kv.buffer import ModuleKV
-from cached_rag.kv.catalog import ChunkRecord
+from cached_rag.kv.catalog import inner_ids
 from cached_rag.kv.fingerprint import digest, ids_digest
+from cached_rag.kv.rows import RowKV
 from cached_rag.library.encode import primer
 from cached_rag.library.encoder import Encoder
 from cached_rag.library.matching import EncodedAfter, Heads, Match, Recurring
 from cached_rag.library.plan import Placement, Plan, is_before
+from cached_rag.library.sequences import PromptKV, Sequences
 
 _log = logging.getLogger(__name__)
 _CAPACITY = 256
@@ -64,10 +66,12 @@ class Learning:
         if self.write_back is not None:
             self.write_back.close(deadline)
 
-    def forgotten(self, plan: Plan) -> list[ChunkRecord]:
-        """A prompt's chunks, with and without KV, that were removed since it was planned."""
-        chunks = [match.chunk for match in plan.matches]
-        return [one for one in chunks if self.library.table.by_digest(one.text_digest) is None]
+    def keep(self, sequences: Sequences, prompt: PromptKV, kv: RowKV, plan: Plan) -> None:
+        """Keep a prompt's KV, but for chunks that were removed since it was planned."""
+        sequences.add(prompt, kv)
+        for chunk in (match.chunk for match in plan.matches):
+            if self.library.table.by_digest(chunk.text_digest) is None:
+                sequences.forget(prompt.namespace, chunk.text_digest, inner_ids(chunk.token_ids))
 
     def notice(self, text: str, tokens: Tokens, matches: Sequence[Match]) -> bool:
         """Make texts known that a prompt has and an earlier one had elsewhere. On any thread.

@@ -172,9 +172,7 @@ class Selector(ABC):
         takes: which cached KV it uses.
         composes: whether it is for models whose layers keep states, which it puts together of what
             chunks do to them.
-        gives_way: whether a model that cannot do it does what it can; else that is an error.
         repairs: whether KV that it takes may be computed again, so that others cannot share it.
-        narrows: whether it leaves out rows from one layer to the next, by `narrow`.
         transfers_drift: whether a module's other tokens are moved as its recomputed ones are
             (`row_cache.py`).
         follow_tokens: so many of the answer's first tokens choose, too (`engine/prompt.py`).
@@ -183,9 +181,7 @@ class Selector(ABC):
     name: ClassVar[str]
     takes: ClassVar[Takes] = Takes.ALL
     composes: ClassVar[bool] = False
-    gives_way: ClassVar[bool] = False
     repairs: ClassVar[bool] = True
-    narrows: ClassVar[bool] = False
     transfers_drift: bool = False
     follow_tokens: int = 0
 

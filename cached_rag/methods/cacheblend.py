@@ -44,7 +44,6 @@ class CacheBlend(Selector):
     """
 
     name: ClassVar[str] = "cacheblend"
-    narrows: ClassVar[bool] = True
 
     recompute_ratio: float = 0.15
     check_layer: int = 1

@@ -42,9 +42,8 @@ class UnionSelector(QuestionSelector):
             "methods that are joined have ratios of their own, as in "
             "epic+prophetkv:recompute_ratio=0.05, and none for all of them",
         )
-        asking = [m for m in self.members if isinstance(m, QuestionSelector)]
         require(
-            len(asking) <= 1 and not any(m.narrows for m in self.members),
+            len(self._asking) <= 1 and all(type(m).narrow is Selector.narrow for m in self.members),
             "only methods that choose their rows before the first layer can be joined, and at "
             "most one that asks the question (a3, infoflow, prophetkv)",
         )
@@ -54,8 +53,8 @@ class UnionSelector(QuestionSelector):
         require(not follows, "a method that is joined with others has no follow_tokens")
 
     @property
-    def _asking(self) -> QuestionSelector | None:
-        return next((m for m in self.members if isinstance(m, QuestionSelector)), None)
+    def _asking(self) -> list[QuestionSelector]:
+        return [m for m in self.members if isinstance(m, QuestionSelector)]
 
     def first_rows(self, layout: Layout) -> torch.Tensor:
         """All members' rows."""
@@ -63,18 +62,16 @@ class UnionSelector(QuestionSelector):
 
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """Those of the member that asks."""
-        return self._asking.observed_layers(layout) if self._asking else ()
+        return next((m.observed_layers(layout) for m in self._asking), ())
 
     def score(self, weights: torch.Tensor) -> torch.Tensor:
         """That member's score."""
-        assert self._asking is not None
-        return self._asking.score(weights)
+        return self._asking[0].score(weights)
 
     def choose(self, scores: torch.Tensor, layout: Layout) -> torch.Tensor:
         """That member's rows, and the others'."""
-        assert self._asking is not None
         others = self.first_rows(layout) & layout.reused
-        return self._asking.choose(scores, layout) | others.to(scores.device)
+        return self._asking[0].choose(scores, layout) | others.to(scores.device)
 
 
 # They join no other.

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 
 from cached_rag.methods.base import Layout, QuestionSelector, Selector, top_rows
+from cached_rag.methods.parse import UnionSelector
 from cached_rag.methods.reuse import Epic
 from cached_rag.options import check_range, require
 
@@ -219,7 +220,6 @@ class Auto(AnchorFlow):
     # An answer begins in the right entry more often than it stays there: its first tokens look at
     # that entry, and what they look at is repaired before the next one is picked.
     alike_follow_tokens: ClassVar[int] = 4
-    gives_way: ClassVar[bool] = True
 
     def share(self, layout: Layout) -> float:
         """The share of chunks encoded apart that is recomputed: r, or more if entries are alike.
@@ -241,6 +241,18 @@ class Auto(AnchorFlow):
         """Whether the model is so small that it would read some answers from the wrong entry."""
         is_partly = int(layout.reused.sum()) <= _SHORT and layout.repeating > _PARTLY
         return layout.num_weights < self.least_weights and (is_partly or layout.is_alike)
+
+    def unwatched(self) -> Selector:
+        """What replaces it on models whose attention cannot be watched.
+
+        It has as many anchors, and the ratio, if one was asked for. What the question's attention
+        chooses elsewhere, its words do here (docs/llama_cpp.md).
+        """
+        ratio = self.recompute_ratio
+        if ratio == type(self).recompute_ratio:
+            # More than `Lexical`'s keeps no more answers (docs/experiments.md).
+            ratio = min(ratio, Lexical.recompute_ratio)
+        return UnionSelector(members=(Epic(self.anchor_tokens), Lexical(ratio)))
 
     def budget(self, layout: Layout) -> int:
         """How many reused tokens are recomputed besides the anchors."""

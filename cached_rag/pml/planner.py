@@ -11,11 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from cached_rag.backends.base import Backend
+from cached_rag.backends.base import Backend, exclusively
 from cached_rag.backends.prompt_text import Tokens
-from cached_rag.backends.thread import on_model_thread
 from cached_rag.engine.engine import Engine
 from cached_rag.engine.report import Clock, Report
 from cached_rag.errors import RelocationError
@@ -74,12 +71,8 @@ class SchemaPlanner:
         """See `Schema.encode`."""
         started, missing, done = time.perf_counter(), self.missing(), Encoded()
 
-        def encode(unit: Unit) -> None:
-            with self.model.lock, torch.inference_mode():
-                self.encoder.encode(unit, done)
-
         for unit in missing:  # answers go on between units
-            on_model_thread(partial(encode, unit))
+            exclusively(self.model, partial(self.encoder.encode, unit, done))
             progress(unit.name)
         if done.problem is not None:
             raise done.problem
@@ -110,7 +103,7 @@ class SchemaPlanner:
             RelocationError: new text moves a module to other positions, and the model's keys cannot
                 be moved.
         """
-        report.notes += [note for note in notes if note not in report.notes]
+        report.note(*notes)
         ids = [token for piece in pieces for token in piece.ids]
         tokens = Tokens(ids, [0] * len(ids), [0] * len(ids))
         if takes is Takes.NOTHING:
@@ -171,7 +164,7 @@ class SchemaPlanner:
         report.modules_missed = sum(bool(unit.name) for unit in done.units)
         report.missed_tokens = done.tokens
         if done.problem is not None:
-            report.notes.append(f"{done.problem} It is computed anew next time.")
+            report.note(f"{done.problem} It is computed anew next time.")
         return found
 
     def _recipes(self, pieces: Sequence[PromptPiece]) -> dict[ModuleRun, Recipe]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding
 
@@ -78,8 +79,9 @@ def spoil(engine):
     (tier,) = engine.library.shelf.memory
     for kv in tier.held.values():
         if kv.seq_len > 1:
-            kv.keys.normal_(0, 9)
-            kv.values.normal_(0, 9)
+            with torch.inference_mode():
+                kv.keys.normal_(0, 9)
+                kv.values.normal_(0, 9)
 
 
 def test_a_method_that_goes_wrong_is_used_no_more(audited):

@@ -43,7 +43,9 @@ def test_followed_tokens_are_their_choice_and_then_plain_repair(opened, is_given
     ids = [*prefill.tokens.ids, int(prefill.logits.argmax())]
     stale = layout.reused.clone()
     whole = [[*Kind].index(kind) for kind in (Kind.COMPUTED, Kind.REPAIRED)]
-    stale[torch.isin(torch.from_numpy(prefill.coverage.kinds).long(), torch.tensor(whole))] = False
+    stale[torch.isin(torch.from_numpy(prefill.trace_source.kinds).long(), torch.tensor(whole))] = (
+        False
+    )
     twin = KVBuffer(prefill.buffer.keys.clone(), prefill.buffer.values.clone())
     draft = [7, 8] if is_given else likeliest(model, twin, ids, 2)
     ids += draft

@@ -188,7 +188,7 @@ def test_queue_lets_others_go_before_who_is_not_read_yet():
             ready.prompt.reading = read
         order.append(waiting.first())
         waiting.remove(order[-1])
-    assert order == [others[0], others[2], unread[1], others[1], others[3]]
+    assert order == [others[2], others[0], unread[1], others[3], others[1]]
     assert list(waiting) == unread[:1]
     assert waiting.first() is None
 

@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_not_begun():
 
 def test_a_chat_goes_on_from_its_own_turns_and_settles_nothing(monkeypatch):
     begun = []
-    monkeypatch.setattr(idle._Work, "offer", lambda work: begun.append(work))
+    monkeypatch.setattr(idle._Work, "offer", lambda work, _: begun.append(work))
     with opened() as engine:
         messages = ask(*CHUNKS)
         for question in ("Who?", "Why?", "When?"):

@@ -17,7 +17,7 @@ from cached_rag import Engine, StoreConfig, Tools
 from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.engine import trace as tracing
 from cached_rag.engine.report import Clock
-from cached_rag.engine.trace import Coverage, Kind
+from cached_rag.engine.trace import Kind
 from cached_rag.kv.buffer import Workspace
 from cached_rag.kv.fingerprint import digest
 from cached_rag.rag.answer import AnswerStream, Lookup
@@ -220,7 +220,7 @@ def made(monkeypatch):
         inner = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given: seen.append(name) or inner(*given))
 
-    watched(Coverage, "trace")
+    watched(tracing, "Trace")
     watched(tracing, "kept_profile")
     return seen
 
@@ -236,7 +236,7 @@ def test_an_answer_nobody_asks_about_has_no_trace_made_and_no_profile_read(fille
     assert not made
     assert answer.trace.text == filled.tokenization.template.render(ask(*CHUNKS)).text
     assert generation.trace is generation.trace
-    assert made == ["trace", "kept_profile"] * 2
+    assert made == ["kept_profile", "Trace"] * 2
 
 
 def test_a_trace_is_made_behind_the_engine_without_what_it_held(monkeypatch):

@@ -30,12 +30,11 @@ from cached_rag.methods import (
     ProphetKV,
     Random,
     Reuse,
-    UnionSelector,
     parse_method,
     spelled,
 )
 from cached_rag.methods.base import LayerCheck, Selector
-from cached_rag.methods.parse import takes_ratio
+from cached_rag.methods.parse import UnionSelector, takes_ratio
 
 RATIOED = sorted(set(SELECTORS) - {"reuse", "full", "prefix", "compose"})
 
