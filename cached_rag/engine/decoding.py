@@ -233,8 +233,7 @@ class Decoding:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self._eos_ids = frozenset() if config.ignore_eos else model.eos_ids
-        self._max_tokens = config.max_tokens
-        self._top = config.logprobs
+        self._config = config
         self.logprobs: list[TokenLogprobs] = []
         self._sampler = Sampler(model, config)
         shows = config.shows_control
@@ -250,8 +249,8 @@ class Decoding:
         if token in self._eos_ids:
             self.finish_reason = "stop"
             return self._text.flush()
-        if self._top is not None:
-            self.logprobs.append(_logprobs(token, logits[0], self._top))
+        if self._config.logprobs is not None:
+            self.logprobs.append(_logprobs(token, logits[0], self._config.logprobs))
         self.token_ids.append(token)
         self._ids.append(token)
         piece, matcher = self._text.push(token), self._sampler.matcher
@@ -259,13 +258,13 @@ class Decoding:
             matcher.take(token)
         if self._text.is_stopped or (matcher is not None and matcher.is_complete):
             self.finish_reason = "stop"
-        elif len(self.token_ids) == self._max_tokens:
+        elif len(self.token_ids) == self._config.max_tokens:
             self.finish_reason = "length"
         return piece + (self._text.flush() if self.finish_reason else "")
 
     def forced(self, most: int) -> list[int]:
         """Tokens that come next by the answer's grammar, whatever the model says; often none."""
-        room = min(most, self._max_tokens - len(self.token_ids) - 1)
+        room = min(most, self._config.max_tokens - len(self.token_ids) - 1)
         matcher = self._sampler.matcher
         return matcher.forced(room) if matcher is not None and room > 0 else []
 
@@ -308,8 +307,7 @@ def answer_alone(model: Backend, prefill: Prefilling, config: GenerationConfig) 
     clock = Clock()
     answer = Decoding(model, config)
     answer.begin(prefill.tokens.ids)
-    assert prefill.buffer is not None
-    kv = RowKV(prefill.buffer, len(prefill.tokens))
+    kv = RowKV(prefill.kv.own, len(prefill.tokens))
     text = answer.take(prefill.logits)
     while answer.finish_reason is None:
         with model.lock:

@@ -134,7 +134,7 @@ class Engine:
         self.sequences.resume(settings.namespace, self.library.seen)
         self._owns_scheduler = beside is None
         self.scheduler: Scheduler = (
-            beside.scheduler if beside else Scheduler(model, batch or BatchConfig())
+            beside.scheduler if beside else Scheduler(model, batch or BatchConfig(), self.sequences)
         )
 
     @classmethod
@@ -433,8 +433,8 @@ class Engine:
         self._encoder.let_go()
         self.library.handed_over.forget({chunk.text_digest for chunk in chunks})
         for chunk in chunks:
-            namespace, ids = self.settings.namespace, inner_ids(chunk.token_ids)
-            self.scheduler.forget(self.sequences, namespace, chunk.text_digest, ids)
+            ids = inner_ids(chunk.token_ids)
+            self.scheduler.forget(self.settings.namespace, chunk.text_digest, ids)
 
     def head(self, messages: Sequence[Message], before: str) -> Rendered:
         """What a chat prompt says before a text, to be used as the prefix of `encode`.
@@ -547,9 +547,8 @@ class Engine:
         """
 
         def copied() -> ModuleKV:
-            assert request.buffer is not None
             try:
-                return request.buffer.read(0, len(ids) - 1, tuple(ids[:-1]))
+                return request.kv.own.read(0, len(ids) - 1, tuple(ids[:-1]))
             finally:
                 request.release()
 

@@ -59,25 +59,18 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A chunk, or other text that KV was taken for, in words."""
-
-    name: str
-    said: str
-    counts: Counts
-
-
-@dataclass(frozen=True)
 class Segment:
-    """A run of the prompt's text: one row's, or what stands between two.
+    """A run of the prompt's text: one part's, or what stands between two.
 
     Attributes:
+        name: the part's.
         pieces: texts of one kind each; behind them `left_out` characters are not shown, and then
             come the pieces of `tail`.
         is_short: it need not be folded.
     """
 
-    row: Row | None
+    name: str
+    part: TracePart | None
     pieces: Sequence[tuple[Kind, str]]
     left_out: int
     tail: Sequence[tuple[Kind, str]]
@@ -147,8 +140,8 @@ class Explanation:
             if count:
                 lines.append(f"  {kind.value:<9} {count:>6} {count / total:>4.0%}  {MEANING[kind]}")
         lines += ["", "parts of the prompt"]
-        for row in self.rows:
-            lines += [f"  {row.name}", f"      {row.said}"]
+        for name, part in zip(self.called, self.trace.parts, strict=True):
+            lines += [f"  {name}", f"      {said(part)}"]
         lines += [f"  {name}\n      {NOT_KNOWN}" for name in self.unseen]
         lines += ["", "time", *_bars(stages(self.report))]
         if self.comparison:
@@ -181,13 +174,10 @@ class Explanation:
             ) from error
 
     @cached_property
-    def rows(self) -> list[Row]:
-        """One for each part of the trace, in its order."""
+    def called(self) -> list[str]:
+        """The name of each part of the trace, in its order."""
         first = {span.part: span for span in reversed(self.trace.spans)}
-        return [
-            Row(self._name(part, first.get(index)), _said(part), part.counts)
-            for index, part in enumerate(self.trace.parts)
-        ]
+        return [self._name(part, first.get(at)) for at, part in enumerate(self.trace.parts)]
 
     @property
     def unseen(self) -> list[str]:
@@ -225,15 +215,16 @@ class Explanation:
         groups = [list(group) for _, group in groupby(self.trace.spans, lambda span: span.part)]
         most = max(_LEAST, _SHOWN // len(groups))
         for spans in groups[:_MOST_SEGMENTS]:
-            begin, end, part = spans[0].begin, spans[-1].end, spans[0].part
+            begin, end, at = spans[0].begin, spans[-1].end, spans[0].part
             left_out = max(0, end - begin - most)
             until = end if not left_out else begin + most * 3 // 4
             yield Segment(
-                None if part is None else self.rows[part],
+                "" if at is None else self.called[at],
+                None if at is None else self.trace.parts[at],
                 self._pieces(spans, begin, until),
                 left_out,
                 self._pieces(spans, until + left_out, end),
-                len(self.trace.text) < _SHORT or (part is None and end - begin < _BRIEF),
+                len(self.trace.text) < _SHORT or (at is None and end - begin < _BRIEF),
             )
 
     @property
@@ -253,12 +244,12 @@ class Explanation:
             "counts": _plain(trace.counts),
             "parts": [
                 {
-                    "name": row.name,
+                    "name": name,
                     **dataclasses.asdict(part),
                     "counts": _plain(part.counts),
                     "tokens": part.tokens,
                 }
-                for row, part in zip(self.rows, trace.parts, strict=True)
+                for name, part in zip(self.called, trace.parts, strict=True)
             ],
             "stages": {stage.name: round(stage.ms, 3) for stage in stages(self.report)},
             "prompt": trace.text,
@@ -285,7 +276,7 @@ def stages(report: Report) -> list[Stage]:
     return [Stage(name, begin, ms) for (name, ms), begin in pairs if ms]
 
 
-def _said(part: TracePart) -> str:
+def said(part: TracePart) -> str:
     """What became of a part, in words."""
     found = f"{part.tokens} tokens"
     if part.origin is None:
@@ -334,6 +325,7 @@ def page(shown: Explanation, *, is_whole: bool) -> str:
         is_whole=is_whole,
         style=Markup((_HERE / "explanation.css").read_text(encoding="utf-8")),
         meaning=MEANING,
+        said=said,
         not_known=NOT_KNOWN,
         kinds=list(Kind),
         compared=compared,

@@ -7,7 +7,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -21,17 +21,11 @@ from cached_rag.library.matching import Match, align
 from cached_rag.library.plan import Encodings, Plan, make_plan
 from cached_rag.methods import Auto, Full, Prefix, Selector, Takes, spelled
 
-
-class Reading(Protocol):
-    """A prompt that was read: its tokens and the chunks in it are known."""
-
-    def __call__(self, report: Report, *, lazy: bool) -> tuple[Tokens, Plan]:
-        """Its tokens, and which of them come from which KV. On the model's thread.
-
-        Args:
-            report: is given the number of missed chunks, and the time of loading.
-            lazy: KV on disk is only opened, and read when it is used.
-        """
+# A prompt that was read: its tokens and the chunks in it are known. Called on the model's thread,
+# it gives the tokens, and which of them come from which KV. It takes a report, to which it gives
+# the number of missed chunks and the time of loading; and `lazy`, whether KV on disk is only
+# opened, and read when it is used.
+Reading = Callable[..., tuple[Tokens, Plan]]
 
 
 class Planner(Protocol):
@@ -95,11 +89,9 @@ class TextPlanner:
 
     def _literal(self, matches: Sequence[Match]) -> tuple[Span, ...]:
         """The spans of the prompt in which nothing is a control token."""
-        rendered = self.rendered
+        rendered, obeyed = self.rendered, self.resources.tokenization.obeyed
         literal = (*rendered.literal, *(match.span for match in matches))
-        if rendered.is_chat or not self.resources.tokenization.obeyed(
-            replace(rendered, literal=literal)
-        ):
+        if rendered.is_chat or not obeyed(replace(rendered, literal=literal)):
             return literal
         # A known text may begin within another one, whose KV is taken.
         others = self.resources.library.table.find(rendered.text, overlapping=True)
@@ -159,10 +151,8 @@ class TextPlanner:
         own = library.maker
         is_alike = any(str(maker) == str(own) for maker in makers)
         by = ", ".join(dict.fromkeys(map(str, makers)))
-        later = (
-            "" if self.resources.learning.write_back is None else ", and encoded in the background"
-        )
-        report.notes.append(
+        later = ", and encoded in the background" if report.missed_tokens else ""
+        report.note(
             f"KV of texts in this prompt was made by {by}{' (other weights)' if is_alike else ''}; "
             f"this engine is {own}: {len(plan.missed)} texts are computed now{later}; `cached-rag "
             "ingest`, or `encode`, encodes all ahead"

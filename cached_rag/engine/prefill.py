@@ -170,7 +170,7 @@ def compute(
         _leave_out(prompt, loader, problem)
         return compute(prompt, in_pieces=in_pieces)
     prompt.report.modules_hit = prompt.plan.num_chunks
-    prompt.buffer = buffer
+    prompt.buffer, prompt.held = buffer, RowKV(buffer, prompt.num_final)
     return computed // resources.model.shapes.num_layers
 
 
@@ -179,8 +179,6 @@ def alone(prompt: Prefilling) -> Prefilling:
     try:
         prepare(prompt)
         compute(prompt, prompt.kept_beginning())
-        assert prompt.buffer is not None
-        prompt.held = RowKV(prompt.buffer, len(prompt.tokens))
         # `Scheduler.forget` does not reach this prompt. So its KV is kept only if the plan says
         # which chunks are in it: they are checked when it is released.
         prompt.is_private = not prompt.plan.matches

@@ -35,16 +35,16 @@ _log = logging.getLogger(__name__)
 class Scheduler:
     """Makes all answers of one model, whichever tenant's library their KV comes from."""
 
-    def __init__(self, model: Backend, config: BatchConfig) -> None:
+    def __init__(self, model: Backend, config: BatchConfig, sequences: Sequences) -> None:
         self.config = config
-        self._model = model
+        self._model, self._sequences = model, sequences
         self._waiting = Waiting(config.max_waiting, config.max_wait_seconds)
         self._batch = Batch(model, config, self._waiting.put_back)
         self._open: set[Request] = set()  # all that were submitted and are not over
         self._is_closed = False
         self._turning = threading.Lock()
         self._cancelled: deque[Request] = deque()
-        self._forgotten: deque[tuple[Sequences, str, str, Sequence[int]]] = deque()
+        self._forgotten: deque[tuple[str, str, Sequence[int]]] = deque()
         self._driving = threading.Lock()
         self._driven: set[Request] = set()  # those whose answers the model's thread makes
 
@@ -114,17 +114,14 @@ class Scheduler:
         self._cancelled.append(request)
         self._sweep_if_free()
 
-    def forget(
-        self, kept: Sequences, namespace: str, text_digest: str, token_ids: Sequence[int]
-    ) -> None:
+    def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
         """Use no more KV of a tenant's prompts that contain a text, finished or running.
 
         Args:
-            kept: what finished prompts left.
             text_digest, token_ids: see `Sequences.forget`.
         """
-        kept.forget(namespace, text_digest, token_ids)
-        self._forgotten.append((kept, namespace, text_digest, token_ids))
+        self._sequences.forget(namespace, text_digest, token_ids)
+        self._forgotten.append((namespace, text_digest, token_ids))
         self._sweep_if_free()
 
     def close(self) -> None:
@@ -346,10 +343,10 @@ class Scheduler:
     def _sweep(self) -> None:
         """Do what `forget` and `cancel` have asked for."""
         while self._forgotten:
-            kept, namespace, text_digest, token_ids = self._forgotten.popleft()
+            text = self._forgotten.popleft()
             for request in (*self._batch, *self._waiting):  # of these, those that were set back
-                request.prompt.forget(namespace, text_digest, token_ids)
-            kept.forget(namespace, text_digest, token_ids)  # prompts that ended in this turn
+                request.prompt.forget(*text)
+            self._sequences.forget(*text)  # prompts that ended in this turn
         while self._cancelled:
             self._finish(self._cancelled.popleft(), Status.CANCELLED)
 

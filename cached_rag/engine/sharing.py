@@ -85,9 +85,7 @@ class Sharing:
 
     def hold(self, prompt: Prefilling) -> None:
         """Add a prompt all of whose KV is in its buffer, but for what is still computed."""
-        assert prompt.buffer is not None
         prompt.taken = tuple(self._common_runs(prompt.beginning.runs))
-        prompt.held = RowKV(prompt.buffer, prompt.num_final)
         self._prompts.append(prompt)
 
     def adopt(self, prompt: Prefilling) -> None:

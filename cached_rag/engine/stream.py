@@ -97,10 +97,8 @@ class Stream(Iterator[str]):
         Raises:
             BusyError: too many requests wait already.
         """
-        if not self._is_started:
-            self._start()
-
-    def _start(self) -> None:
+        if self._is_started:
+            return
         self._is_started = True
         if not self._request.is_wanted:
             self._request.finish(Status.CANCELLED, None)
@@ -125,7 +123,11 @@ class Stream(Iterator[str]):
             if self._is_async:
                 raise RuntimeError(_ONE_WAY)
             self.start()
-            return self._checked(self._next_item())
+            item = self._next_item()
+            if isinstance(item, str):
+                return item
+            self._is_over = True
+            raise StopIteration if item is None else item
 
     def _next_item(self) -> Item:
         if not model_thread.is_here():
@@ -135,14 +137,6 @@ class Stream(Iterator[str]):
             with suppress(queue.Empty):
                 return self._items.get_nowait()
             self._scheduler.turn()
-
-    def _checked(self, item: Item) -> str:
-        if isinstance(item, str):
-            return item
-        self._is_over = True
-        if item is None:
-            raise StopIteration
-        raise item
 
     def result(self) -> Generation:
         """The whole answer, if no piece was taken yet. Waits for it.
@@ -185,7 +179,7 @@ class Stream(Iterator[str]):
                 loop.call_soon_threadsafe(items.put_nowait, item)
 
         self._request.deliver = deliver
-        self._start()
+        self.start()
         try:
             while isinstance(item := await items.get(), str):
                 yield item

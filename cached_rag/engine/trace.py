@@ -7,7 +7,7 @@ and the readable `Trace` is made of it when somebody asks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from itertools import accumulate
@@ -71,10 +71,10 @@ class TracePart:
         moved_by: positions that its keys were moved by.
     """
 
-    digest: str
-    name: str
-    state: str
-    counts: Counts
+    digest: str = ""
+    name: str = ""
+    state: str = "hit"
+    counts: Counts = field(default_factory=dict)
     origin: Origin | None = None
     moved_by: int = 0
 
@@ -107,15 +107,8 @@ class Trace:
         return {kind: sum(span.tokens for span in self.spans if span.kind is kind) for kind in Kind}
 
 
-@dataclass(frozen=True)
-class _Use:
-    """A placement without its KV."""
-
-    begin: int
-    end: int
-    moved_by: int
-    origin: Origin
-    name: str
+# (first token, token after the last, what these tokens are).
+_Part = tuple[int, int, TracePart]
 
 
 @dataclass(eq=False, repr=False)
@@ -124,7 +117,7 @@ class TraceSource:
 
     Attributes:
         kinds: (seq_len,) uint8, indices into `Kind`'s members.
-        uses: where KV came from.
+        uses: where KV came from, before its tokens are counted.
         matches: the known chunks.
         tokens, text: the prompt's. Where tokens have no offsets, as those of a schema's prompt, the
             text is put together from them.
@@ -132,7 +125,7 @@ class TraceSource:
     """
 
     kinds: npt.NDArray[np.uint8]
-    uses: tuple[_Use, ...]
+    uses: tuple[_Part, ...]
     matches: tuple[Match, ...]
     tokens: Tokens
     text: str
@@ -176,26 +169,22 @@ class TraceSource:
         """To another process goes the trace, not the tokenizer."""
         return {"trace": self.trace}
 
-    def _parts(self) -> Iterator[tuple[int, int, TracePart]]:
-        """The chunks, and other runs of tokens with KV: (first token, token after the last, it)."""
+    def _parts(self) -> Iterator[_Part]:
+        """The chunks, and other runs of tokens with KV, in any order."""
         for match in self.matches:
-            found = max(self.uses, key=lambda use: _common(use, match), default=None)
-            used = found if found is not None and _common(found, match) > 0 else None
-            name = match.chunk.text_digest
-            state = "hit" if used else "unused" if match.encoded_after else "missed"
-            yield match.begin, match.end, self._part(match.begin, match.end, used, name, state)
+            state = "unused" if match.encoded_after else "missed"
+            used = max(self.uses, key=lambda use: _common(use, match), default=None)
+            if used is None or _common(used, match) <= 0:
+                used = 0, 0, TracePart(state=state)
+            part = replace(used[2], digest=match.chunk.text_digest)
+            yield self._counted(match.begin, match.end, part)
         for use in self.uses:
             if all(_common(use, match) <= 0 for match in self.matches):
-                yield use.begin, use.end, self._part(use.begin, use.end, use)
+                yield self._counted(*use)
 
-    def _part(
-        self, begin: int, end: int, use: _Use | None, name: str = "", state: str = "hit"
-    ) -> TracePart:
+    def _counted(self, begin: int, end: int, part: TracePart) -> _Part:
         found = np.bincount(self.kinds[begin:end], minlength=len(_KINDS)).tolist()
-        counts = dict(zip(_KINDS, found, strict=True))
-        if use is None:
-            return TracePart(name, "", state, counts)
-        return TracePart(name, use.name, state, counts, use.origin, use.moved_by)
+        return begin, end, replace(part, counts=dict(zip(_KINDS, found, strict=True)))
 
 
 def kinds_of(layout: Layout, rows: torch.Tensor, method: Selector) -> npt.NDArray[np.uint8]:
@@ -213,14 +202,14 @@ def kinds_of(layout: Layout, rows: torch.Tensor, method: Selector) -> npt.NDArra
     return kinds.numpy()
 
 
-def uses_of(plan: Plan) -> tuple[_Use, ...]:
+def uses_of(plan: Plan) -> tuple[_Part, ...]:
     """Where the KV of a prompt's tokens comes from."""
     return tuple(
-        _Use(place.begin, place.end, plan.delta(place), place.origin, place.name)
-        for place in plan.placements
+        (p.begin, p.end, TracePart(name=p.name, origin=p.origin, moved_by=plan.delta(p)))
+        for p in plan.placements
     )
 
 
-def _common(use: _Use, match: Match) -> int:
+def _common(use: _Part, match: Match) -> int:
     """How many tokens a placement and a chunk have in common; not positive if none."""
-    return min(use.end, match.end) - max(use.begin, match.begin)
+    return min(use[1], match.end) - max(use[0], match.begin)

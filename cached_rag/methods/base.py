@@ -61,23 +61,19 @@ class Layout:
         Such entries differ in a name or a number: what stands between comes again and again, in
         runs of `_TELLING` bits or more. Keys and numbers are alike by themselves.
         """
-        return self._repeats or self.is_spelled
+        return self.repeating > _MUCH or self.is_spelled
 
     @cached_property
     def is_spelled(self) -> bool:
         """Whether the reused tokens are few different ones in any order: keys or numbers."""
         is_few = _SPELLED[0] < self._bits < _SPELLED[1] and len(self._reused_ids) >= _ENOUGH
-        return is_few and not self._repeats and float(self._once.float().mean()) > _MUCH
+        return is_few and self.repeating <= _MUCH and float(self._once.float().mean()) > _MUCH
 
     @cached_property
     def repeating(self) -> float:
         """The share of reused tokens that stand in such runs, which come three times or more."""
         found = self._once & _again(self._reused_ids, self._telling, 3)
         return float(found.sum()) / max(1, len(found))
-
-    @property
-    def _repeats(self) -> bool:
-        return self.repeating > _MUCH
 
     @cached_property
     def _once(self) -> torch.Tensor:
@@ -226,9 +222,12 @@ class QuestionSelector(Selector):
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """Layers whose attention `score` is shown, ascending; none if there is no choice."""
 
-    @abstractmethod
     def score(self, weights: torch.Tensor) -> torch.Tensor:
-        """One layer's (question_len, seq_len) attention, mean over heads, to (seq_len,) scores."""
+        """One layer's (question_len, seq_len) attention, mean over heads, to (seq_len,) scores.
+
+        By default that is the mean over the question's tokens.
+        """
+        return weights.mean(dim=0)
 
     def choose(self, scores: torch.Tensor, layout: Layout) -> torch.Tensor:
         """(observed_layers, seq_len) scores to the (seq_len,) bool rows to recompute."""

@@ -43,10 +43,6 @@ class A3(QuestionSelector):
         """Layer 0."""
         return (0,) if self.is_needed(layout) else ()
 
-    def score(self, weights: torch.Tensor) -> torch.Tensor:
-        """Sum over the question's tokens."""
-        return weights.sum(dim=0)
-
 
 @dataclass(frozen=True)
 class InfoFlow(QuestionSelector):
@@ -108,10 +104,6 @@ class ProphetKV(QuestionSelector):
     def observed_layers(self, layout: Layout) -> tuple[int, ...]:
         """All."""
         return tuple(range(layout.num_layers)) if self.is_needed(layout) else ()
-
-    def score(self, weights: torch.Tensor) -> torch.Tensor:
-        """Mean over the question's tokens."""
-        return weights.mean(dim=0)
 
 
 # Asking computes the live tokens once more. It is left out where they are more than this share of
