@@ -81,8 +81,7 @@ class Sampler:
 
 
 def _processors(model: Backend, config: GenerationConfig) -> LogitsProcessorList:
-    own = model.repetition_penalty
-    penalty = config.repetition_penalty or own or 1.0
+    penalty = config.repetition_penalty or model.repetition_penalty
     found = LogitsProcessorList()
     if penalty != 1.0:
         found.append(RepetitionPenaltyLogitsProcessor(penalty))

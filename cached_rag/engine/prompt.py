@@ -157,8 +157,6 @@ _TEMPLATE_TAIL = 4
 PAGE = 256
 # The plan of a prompt that was not prepared yet.
 UNPLANNED = Plan((), (), 0)
-
-
 # A chunk's KV by its address, its length and where it was moved to.
 Name = tuple[int, int, int]
 
@@ -318,11 +316,11 @@ class Prefilling:
         shelf = self.resources.library.shelf
         tiers = [tier for tier in (shelf.disk, shelf.remote) if tier is not None]
         is_lossy = any(tier.codec.name != "raw" for tier in tiers)
-        is_whole = not self.repair  # then approximate KV is computed anew, all of it
+        # Without a mark of repair, approximate KV is computed anew, all of it.
         inexact = [
             place.begin
             for place in plan.placements
-            if place.begin >= len(beginning) and (is_lossy if place.is_exact else not is_whole)
+            if place.begin >= len(beginning) and (is_lossy if place.is_exact else self.repair)
         ]
         if beginning.exact_length < len(beginning):
             inexact.append(beginning.exact_length)
