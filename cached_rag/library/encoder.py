@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 from cached_rag.backends.base import Backend, exclusively
 from cached_rag.backends.prompt_text import Rendered
@@ -49,7 +49,6 @@ _BETWEEN = "\n\n"
 _PRIMERS = tuple(primer(count + 1) for count in range(MOST_PRIMERS))
 Passages = tuple[Ids, ...]
 Item = tuple[ChunkRecord, str]
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
