@@ -77,7 +77,7 @@ class Batch:
             return True
         if self._follows(request, beginning):  # what is in the beginning takes no more room
             return self._fits(self._sharing.cost(beginning, count))
-        return self._fits(prompt.resources.workspace.size(count) * self._each)
+        return self._fits(prompt.resources.shared.workspace.size(count) * self._each)
 
     def _fits(self, nbytes: int) -> bool:
         """Whether running answers may take so many bytes more."""

@@ -29,7 +29,7 @@ from cached_rag.engine.planner import Planner, TextPlanner
 from cached_rag.engine.prompt import Prefilling
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
-from cached_rag.engine.resources import Resources, completed, load_backend, remote_tier
+from cached_rag.engine.resources import Resources, Shared, completed, load_backend, remote_tier
 from cached_rag.engine.scheduler import Scheduler
 from cached_rag.engine.stream import Stream
 from cached_rag.errors import ClosedError, ConfigError
@@ -125,11 +125,10 @@ class Engine:
         self.tokenization = Tokenization(model.tokenizer, chat_template_kwargs)
         self.lock = model.lock
         self._encoder = Encoder(model, self.library, self.tokenization, composes=settings.composes)
-        self._resources: Resources = Resources(
-            self._encoder, settings, beside._resources if beside else None
-        )
-        self.sequences: Sequences = self._resources.sequences
-        self.audits: Audits = self._resources.audits
+        shared = beside._resources.shared if beside else Shared(model, settings)
+        self._resources: Resources = Resources(self._encoder, settings, shared)
+        self.sequences: Sequences = shared.sequences
+        self.audits: Audits = shared.audits
         self.write_back: WriteBack | None = self._resources.learning.write_back
         self.sequences.resume(settings.namespace, self.library.seen)
         self._owns_scheduler = beside is None
@@ -217,7 +216,9 @@ class Engine:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
         owns_all, mine = self._owns_scheduler, self._resources
-        archive, remote = (mine.archive, self.library.shelf.remote) if owns_all else (None, None)
+        archive, remote = (
+            (mine.shared.archive, self.library.shelf.remote) if owns_all else (None, None)
+        )
         try:
             if owns_all:
                 self.scheduler.close()

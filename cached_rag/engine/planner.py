@@ -130,7 +130,7 @@ class TextPlanner:
     ) -> Plan:
         """The plan, with what the method takes; the report is given counts and times."""
         clock, resources = Clock(), self.resources
-        kept = resources.sequences if resources.settings.harvests else None
+        kept = resources.shared.sequences if resources.settings.harvests else None
         plan = make_plan(resources.encoder, tokens, matches, kept, lazy=lazy)
         report.load_ms = clock.lap()
         unused = () if takes is Takes.ALL else plan.harvested

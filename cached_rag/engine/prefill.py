@@ -70,7 +70,7 @@ def prepare(prompt: Prefilling) -> None:
     """
     resources, report, config = prompt.resources, prompt.report, prompt.config
     assert prompt.reading is not None
-    resources.activity.begin(prompt)
+    resources.shared.activity.begin(prompt)
     with resources.model.lock, torch.inference_mode():
         # 1) Find out which tokens come from which chunk.
         clock, loaded_ms = Clock(), report.load_ms
@@ -82,7 +82,7 @@ def prepare(prompt: Prefilling) -> None:
         check_known(resources.model, prompt.tokens.ids, "the prompt")
         report.match_ms += clock.lap() - (report.load_ms - loaded_ms)
         plan, method = choose(resources.model, plan, config, report)
-        objection = resources.audits.objection(spelled(method))
+        objection = resources.shared.audits.objection(spelled(method))
         if objection and not plan.is_exact:
             plan, method = plan.taking(Takes.NOTHING), Full()
             report.note(objection)
@@ -154,7 +154,7 @@ def compute(
         # 2) Place cached KV at its positions, in one buffer.
         clock = Clock()
         plan = prompt.begin_with(beginning)
-        buffer = resources.workspace.take(len(tokens) + prompt.room)
+        buffer = resources.shared.workspace.take(len(tokens) + prompt.room)
         buffer.lay_out(plan.positions)
         loader = _place(resources, plan, buffer)
         # 3) Compute the tokens that have no KV, and those that the method repairs.
@@ -262,7 +262,7 @@ def _run_on(prompt: Prefilling, plan: Plan, buffer: KVBuffer, layout: Layout) ->
     begin with is kept from the second one on. What is known to change states in some way is not
     computed.
     """
-    model, sequences = prompt.resources.model, prompt.resources.sequences
+    model, sequences = prompt.resources.model, prompt.resources.shared.sequences
     runs, begin, ids = prompt.beginning.runs, len(prompt.beginning), layout.ids[None]
     kept = runs[-1].buffer.states if runs else None
     buffer.states = kept.copy() if kept is not None else None

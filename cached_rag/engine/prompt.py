@@ -292,7 +292,7 @@ class Prefilling:
         """The KV that finished prompts left of this prompt's beginning."""
         if self.plan.positions is not None or self.is_beyond_switch:
             return NOTHING
-        kept, wanted = self.resources.sequences, self.ids[:-1]  # the last token is computed
+        kept, wanted = self.resources.shared.sequences, self.ids[:-1]  # the last token is computed
         if not kept.keeps_repaired:  # then no answer depends on prompts before it
             wanted = wanted[: self.exact_length]
         sequence, length = kept.beginning(self.namespace, wanted, self.repair)
@@ -381,7 +381,7 @@ class Prefilling:
     def give_buffer(self, *, is_free: bool = True) -> None:
         """Let the next prompt use this one's memory, if no other request reads it."""
         if self.buffer is not None and is_free:
-            self.resources.workspace.give(self.buffer)
+            self.resources.shared.workspace.give(self.buffer)
         self.buffer = None
 
     def release(self, *, is_free: bool = True) -> None:
@@ -398,11 +398,15 @@ class Prefilling:
         finally:
             self.give_buffer(is_free=is_free)
             self.held = self.first_logits = None
-            self.resources.activity.end(self)
+            self.resources.shared.activity.end(self)
 
     def _leave(self, kv: RowKV) -> None:
         """Keep KV for prompts that begin alike, and offer missed chunks to the background."""
-        plan, learning, sequences = self.plan, self.resources.learning, self.resources.sequences
+        plan, learning, sequences = (
+            self.plan,
+            self.resources.learning,
+            self.resources.shared.sequences,
+        )
         self.keep_apart()
         if (states := kv.own.states) is not None:
             kv.own.snapshots[states.length] = states
@@ -413,10 +417,10 @@ class Prefilling:
             learning.see_to(self.tokens, plan)
         if is_reused and not self.is_private and plan.positions is None:
             settled = max(self.exact_length, len(self.beginning))  # a chat goes on from its own
-            self.resources.settling.see(learning, self.ids, plan, settled)
+            self.resources.shared.settling.see(learning, self.ids, plan, settled)
         if (logits := self.first_logits) is not None and learning.write_back is not None:
             model, ids = self.resources.model, torch.from_numpy(self.ids[None])
-            compare = self.resources.audits.compare
+            compare = self.resources.shared.audits.compare
             audit = partial(compare, spelled(self.method), model, ids, logits)
             learning.write_back.offer(("audit", id(logits)), audit, lasts=False)
 

@@ -77,7 +77,7 @@ class Request:
         """Whether the first logits may differ from full prefill's, and it is time to compare."""
         prompt = self.prompt
         may_differ = prompt.exact_length < len(prompt.tokens) and prompt.plan.positions is None
-        return may_differ and prompt.resources.audits.is_due()
+        return may_differ and prompt.resources.shared.audits.is_due()
 
     def begin_answer(self) -> None:
         """Set the prompt that is answered, before the first token is taken."""

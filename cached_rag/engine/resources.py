@@ -56,20 +56,19 @@ class Shared:
         self.settling = Settling(model, self.sequences, is_on=settings.settle)
 
 
-class Resources(Shared):
-    """What one tenant's engine answers its requests with: the same objects, and its own."""
+class Resources:
+    """What one tenant's engine answers its requests with."""
 
-    def __init__(self, encoder: Encoder, settings: StoreConfig, shared: Shared | None) -> None:
-        """The first tenant's resources, or those of another one.
+    def __init__(self, encoder: Encoder, settings: StoreConfig, shared: Shared) -> None:
+        """A tenant's own resources, beside those that all have.
 
         Args:
             settings: see `completed`.
-            shared: what the tenants before have; None for the first.
         """
-        vars(self).update(vars(shared or Shared(encoder.model, settings)))
-        self.model, self.tokenization = encoder.model, encoder.tokenization
-        self.encoder, self.library, self.settings = encoder, encoder.library, settings
-        self.learning = Learning(encoder, settings, self.activity)
+        self.shared, self.encoder, self.settings = shared, encoder, settings
+        self.model, self.library = encoder.model, encoder.library
+        self.tokenization = encoder.tokenization
+        self.learning = Learning(encoder, settings, shared.activity)
 
 
 def _archive(model: Backend, settings: StoreConfig, activity: Activity) -> PromptArchive | None:

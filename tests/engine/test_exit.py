@@ -150,7 +150,7 @@ def test_an_interrupt_at_the_end_of_a_script_ends_it_soon(model_folder, tmp_path
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 engine = ask(sys.argv[2])
-engine._resources.activity.begin(engine)  # so that all of it is left for the end
+engine._resources.shared.activity.begin(engine)  # so that all of it is left for the end
 def slow():
     signal.raise_signal(signal.SIGINT)
 for name in range(100):

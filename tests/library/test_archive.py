@@ -103,7 +103,7 @@ def test_what_others_can_go_on_from_stays_when_a_prompt_is_asked_again(tmp_path)
 def test_it_is_written_when_it_goes_on_and_all_when_the_engine_closes(tmp_path):
     with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
         first = engine.generate(FIRST, **OPTIONS)
-        writing = engine._resources.archive._writing
+        writing = engine._resources.shared.archive._writing
         writing.drain()
         assert kept(tmp_path) == []
         engine.generate(later_turn(first), **OPTIONS)
@@ -161,7 +161,7 @@ def test_a_text_that_is_forgotten_before_it_is_written_is_not(tmp_path):
     with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
         engine.register(CHUNKS)
         first = engine.generate(FIRST, **OPTIONS)
-        archive = engine._resources.archive
+        archive = engine._resources.shared.archive
         with archive._lock:  # the writer waits
             engine.generate(later_turn(first), **OPTIONS)
             engine.forget(CHUNKS[:1])
@@ -186,7 +186,7 @@ def test_what_others_forgot_is_not_written_afterwards(tmp_path):
         next(iter(running))
         forget(tmp_path, CHUNKS[2:])
         running.result()
-        engine._resources.archive._writing.drain()
+        engine._resources.shared.archive._writing.drain()
         assert kept(tmp_path) == []
         engine.generate(FIRST, **OPTIONS)
         forget(tmp_path, CHUNKS[:1])  # and no question follows
@@ -226,14 +226,14 @@ def test_a_tenant_who_comes_back_has_nothing_of_what_others_forgot(tmp_path):
 
 def test_what_waits_to_be_written_takes_no_memory_beyond_the_bound(tmp_path):
     with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
-        archive = busy = engine._resources.archive
-        engine._resources.activity.begin(busy)
+        archive = busy = engine._resources.shared.archive
+        engine._resources.shared.activity.begin(busy)
         first = engine.generate(FIRST, **OPTIONS)
         engine.generate(later_turn(first), **OPTIONS)
         assert len(archive._waiting) == 1
         engine.sequences.clear()
         assert len(archive._waiting) == 0
-        engine._resources.activity.end(busy)
+        engine._resources.shared.activity.end(busy)
         archive._writing.drain()
         assert kept(tmp_path) == []
 
@@ -244,7 +244,7 @@ def test_what_was_used_last_is_written_first_when_the_time_is_short(
 ):
     now = iter([0] * (1 + written))
     with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
-        engine._resources.archive._writing._capacity = 2
+        engine._resources.shared.archive._writing._capacity = 2
         for number in range(3):
             engine.generate(ask(shuffled(number), system=f"{number}. {HEAD}"), **OPTIONS)
         asked = [tuple(one.ids.tolist()) for one in engine.sequences._kept]
@@ -355,7 +355,7 @@ def test_two_processes_share_a_folder(tmp_path):
     with Engine(model, on_disk(tmp_path)) as one, Engine(model, on_disk(tmp_path)) as other:
         first = one.generate(FIRST, **OPTIONS)
         second = one.generate(later_turn(first), **OPTIONS)
-        one._resources.archive._writing.drain()
+        one._resources.shared.archive._writing.drain()
         found = other.generate(later_turn(first), **OPTIONS)
         assert found.token_ids == second.token_ids
         assert found.report.cached_tokens > 150

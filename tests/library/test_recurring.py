@@ -55,7 +55,7 @@ def test_the_third_prompt_with_the_same_documents_has_them_from_cache(engine, te
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_text_is_reused_when_it_is_seen_for_the_second_time(template, role):
     with Engine(tiny_model("llama"), StoreConfig(learn="recurring")) as engine:
-        activity, busy = engine._resources.activity, Recurring()
+        activity, busy = engine._resources.shared.activity, Recurring()
         activity.begin(busy)  # so nothing is encoded: prompts that follow close leave no time
 
         def reused(names):
@@ -243,7 +243,7 @@ def test_known_texts_are_left_as_they_are(engine):
 
 
 def test_what_was_forgotten_before_it_was_learned_is_not_learned(engine):
-    activity, busy = engine._resources.activity, Recurring()
+    activity, busy = engine._resources.shared.activity, Recurring()
     activity.begin(busy)  # so background work waits
     for names in ("AB", "BA"):
         engine.generate(chat(names), max_tokens=2)
@@ -255,7 +255,7 @@ def test_what_was_forgotten_before_it_was_learned_is_not_learned(engine):
 
 def test_what_another_process_forgot_before_it_was_learned_is_not_learned(tmp_path):
     with opened(path=str(tmp_path)) as engine:
-        activity, busy = engine._resources.activity, Recurring()
+        activity, busy = engine._resources.shared.activity, Recurring()
         activity.begin(busy)  # so background work waits
         for names in ("AB", "BA"):
             engine.generate(chat(names), max_tokens=2)
