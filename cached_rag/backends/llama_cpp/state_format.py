@@ -13,17 +13,22 @@ together again before it is trusted. Knows bytes and KV; knows no context.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from cached_rag.errors import ModelError
 from cached_rag.kv.layers import KVShapes, Layered, LayerShape, stacks_of
 
 _F16 = 1  # of `enum ggml_type`
-_BEGIN, _HEAD, _CELL = 2 * 4, 2 * 4, 3 * 4  # bytes of a state's and a section's head, and of a cell
-_MIDDLE, _TENSOR = 4 * 4, 4 + 8  # between cells and tensors, and before a tensor
+_BEGIN = 2 * 4  # bytes of a state's first two numbers
+_HEAD = np.dtype([("streams", "<i4"), ("cells", "<i4")])
+_CELL = np.dtype([("position", "<i4"), ("sequences", "<i4"), ("sequence", "<i4")])
+_MIDDLE = np.dtype([("flag", "<i4"), ("layers", "<i4"), ("more", "<i4", 2)])
+Array = np.ndarray[Any, Any]
 # (num_layers, num_kv_heads, num_tokens, dim) keys and values of some tokens.
 Part = tuple[Layered, Layered]
 
@@ -64,66 +69,60 @@ class Section:
     layers: int
     shape: LayerShape
     is_latent: bool = False
-    middle: tuple[int, int] = (0, 0)
+    middle: tuple[int, ...] = (0, 0)
 
-    @property
-    def _widths(self) -> tuple[int, ...]:
-        """How many numbers a row has, of each of a layer's tensors."""
+    def _layout(self, tokens: int) -> list[tuple[int, np.dtype[Any]]]:
+        """Its parts, with so many tokens: how many there are of each, and what one is."""
         one = self.shape
-        if self.is_latent:
-            return (one.heads * (one.key_dim + one.value_dim),)
-        return one.heads * one.key_dim, one.heads * one.value_dim
+        dims = [one.key_dim + one.value_dim] if self.is_latent else [one.key_dim, one.value_dim]
+        tensors = [(self.layers, _tensor(tokens, one.heads, dim)) for dim in dims]
+        return [(1, _HEAD), (tokens, _CELL), (1, _MIDDLE), *tensors]
 
     def size(self, tokens: int) -> int:
         """Its bytes, with so many tokens."""
-        rows = sum(_TENSOR + 2 * tokens * width for width in self._widths)
-        return _HEAD + tokens * _CELL + _MIDDLE + self.layers * rows
+        return sum(count * part.itemsize for count, part in self._layout(tokens))
 
-    def parse(self, state: torch.Tensor) -> Cells:
+    def _views(self, state: torch.Tensor, tokens: int) -> list[Array]:
+        """Views of its parts."""
+        at, found = 0, []
+        for count, part in self._layout(tokens):
+            found.append(np.ndarray(count, part, state.numpy(), at))
+            at += count * part.itemsize
+        return found
+
+    def parse(self, state: torch.Tensor, tokens: int) -> Cells:
         """The KV in a section, as views of it, in the order of its cells.
 
         Args:
             state: (num_bytes,) uint8, the section.
         """
-        count = int(state[4:8].view(torch.int32))
-        cells = state[_HEAD : _HEAD + count * _CELL].view(torch.int32).view(count, 3)
-        keys, values = self._sides(state, count)
-        return Cells(cells[:, 0], keys, values)
+        _, cells, _, *tensors = self._views(state, tokens)
+        return Cells(torch.from_numpy(cells["position"]), *self._sides(tensors))
 
     def compose(self, state: torch.Tensor, cells: Cells) -> None:
         """Fill a section with some tokens, for whichever sequence takes it."""
-        count, end = len(cells.positions), _HEAD + len(cells.positions) * _CELL
-        state[:_HEAD].view(torch.int32).copy_(torch.tensor([1, count]))
-        rows = state[_HEAD:end].view(torch.int32).view(count, 3)
-        rows[:, 0], rows[:, 1], rows[:, 2] = cells.positions, 1, 0
-        middle = torch.tensor([0, self.layers, *self.middle])
-        state[end : end + _MIDDLE].view(torch.int32).copy_(middle)
-        at = end + _MIDDLE
-        for width in self._widths:
-            head = torch.tensor([_F16, 2 * width, 0], dtype=torch.int32).view(torch.uint8)
-            each = _TENSOR + 2 * count * width
-            begin = state.storage_offset() + at
-            heads = state.as_strided((self.layers, _TENSOR), (each, 1), begin)
-            heads.copy_(head.expand_as(heads))
-            at += self.layers * each
-        for target, side in zip(self._sides(state, count), (cells.keys, cells.values), strict=True):
+        count = len(cells.positions)
+        head, rows, middle, *tensors = self._views(state, count)
+        head[0] = 1, count
+        rows["position"], rows["sequences"], rows["sequence"] = cells.positions, 1, 0
+        middle[0] = 0, self.layers, self.middle
+        for tensor in tensors:
+            tensor["kind"], tensor["row_bytes"] = _F16, tensor["rows"][0, 0].nbytes
+        for target, side in zip(self._sides(tensors), (cells.keys, cells.values), strict=True):
             target.copy_(side)
 
-    def _sides(self, state: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sides(self, tensors: Sequence[Array]) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of keys and values: (num_layers, count, num_kv_heads, dim) fp16."""
-        found: list[torch.Tensor] = []
-        at = state.storage_offset() + _HEAD + count * _CELL + _MIDDLE
-        halves = state.view(torch.float16)
-        for width in self._widths:
-            each, heads = _TENSOR + 2 * count * width, self.shape.heads
-            size = (self.layers, count, heads, width // heads)
-            strides = (each // 2, width, width // heads, 1)
-            found.append(halves.as_strided(size, strides, (at + _TENSOR) // 2))
-            at += self.layers * each
+        rows = [torch.from_numpy(tensor["rows"]) for tensor in tensors]
         if self.is_latent:
-            (rows,), cut = found, self.shape.key_dim
-            return rows[..., :cut], rows[..., cut:]
-        return found[0], found[1]
+            return rows[0][..., : self.shape.key_dim], rows[0][..., self.shape.key_dim :]
+        return rows[0], rows[1]
+
+
+def _tensor(tokens: int, heads: int, dim: int) -> np.dtype[Any]:
+    """One layer's keys or values."""
+    rows = ("rows", "<f2", (tokens, heads, dim))
+    return np.dtype([("kind", "<i4"), ("row_bytes", "<u8"), rows])
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class StateFormat:
     """
 
     sections: tuple[Section, ...]
-    begin: tuple[int, int] = (0, 0)
+    begin: tuple[int, ...] = (0, 0)
 
     @classmethod
     def of(cls, state: torch.Tensor, dims: Dims) -> StateFormat:
@@ -162,8 +161,10 @@ class StateFormat:
         Raises:
             ModelError: the state is not as this module expects it.
         """
-        begin = state[:_BEGIN].view(torch.int32).tolist()
-        found = cls(tuple(_sections(state, dims)), (begin[0], begin[1]))
+        try:
+            found = cls(tuple(_sections(state.numpy(), dims)), _numbers(state.numpy(), 0, 2))
+        except ValueError as error:  # it is shorter than it says
+            raise ModelError(_UNKNOWN) from error
         if not torch.equal(found.compose(found.parse(state)), state):
             raise ModelError(_UNKNOWN)
         return found
@@ -190,7 +191,7 @@ class StateFormat:
             end = at + section.size(count)
             if not count or end > len(state):
                 raise ModelError(f"a state of {len(state)} bytes cannot have {count} tokens")
-            found.append(section.parse(state[at:end]))
+            found.append(section.parse(state[at:end], count))
             at = end
         if at != len(state):
             raise ModelError(f"a state has {len(state)} bytes, and {at} were expected")
@@ -216,28 +217,25 @@ class StateFormat:
             part: (num_layers, num_kv_heads, num_tokens, dim) keys and values.
         """
         at = torch.tensor(positions)
-        sides = zip(*(self._of_each_section(side) for side in part), strict=True)
-        return self.compose([Cells(at, *(one.transpose(1, 2) for one in both)) for both in sides])
+        return self.compose([Cells(at, *sides) for sides in self._by_section(part)])
 
     def take_apart(self, state: torch.Tensor, part: Part) -> None:
         """Copy a state's KV, in the order of its positions, to where keys and values are kept."""
-        sides = zip(*(self._of_each_section(side) for side in part), strict=True)
-        for cells, (keys, values) in zip(self.parse(state), sides, strict=True):
+        for cells, (keys, values) in zip(self.parse(state), self._by_section(part), strict=True):
             some = cells.sorted()
-            keys.copy_(some.keys.transpose(1, 2))
-            values.copy_(some.values.transpose(1, 2))
+            keys.copy_(some.keys)
+            values.copy_(some.values)
 
-    def _of_each_section(self, layered: Layered) -> list[torch.Tensor]:
-        """The layers of each section."""
-        first, places = 0, self.shapes.places
-        found: list[torch.Tensor] = []
+    def _by_section(self, part: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of each section's keys and values, as `Cells` has them."""
+        first = 0
         for section in self.sections:
-            place = places[first]
+            place = self.shapes.places[first]
             assert place is not None
             stack, at = place
-            found.append(stacks_of(layered)[stack][at : at + section.layers])
+            keys, values = (stacks_of(side)[stack][at : at + section.layers] for side in part)
+            yield keys.transpose(1, 2), values.transpose(1, 2)
             first += section.layers
-        return found
 
 
 _UNKNOWN = (
@@ -246,40 +244,40 @@ _UNKNOWN = (
 )
 
 
-def _sections(state: torch.Tensor, dims: Dims) -> list[Section]:
+def _sections(state: Array, dims: Dims) -> list[Section]:
     """Read how many layers and how wide rows each section has."""
-    at = _BEGIN
-    found: list[Section] = []
+    at, found = _BEGIN, list[Section]()
     while at < len(state):
-        section = _section(state[at:], dims.heads[min(len(found), 1)], dims.latent)
-        at += section.size(int(state[at + 4 : at + 8].view(torch.int32)))
+        section, count = _section(state, at, dims.heads[min(len(found), 1)], dims.latent)
         found.append(section)
+        at += section.size(count)
     if at != len(state):
         raise ModelError(_UNKNOWN)
     return found
 
 
-def _section(state: torch.Tensor, head_dim: int, latent: int) -> Section:
-    def numbers(at: int, count: int) -> list[int]:
-        if at < 0 or at + 4 * count > len(state):
-            raise ModelError(_UNKNOWN)
-        found: list[int] = state[at : at + 4 * count].clone().view(torch.int32).tolist()
-        return found
-
-    streams, count = numbers(0, 2)
-    at = _HEAD + count * _CELL
-    _, layers, *middle = numbers(at, 4)
+def _section(state: Array, at: int, head_dim: int, latent: int) -> tuple[Section, int]:
+    """The section that begins at a byte, and its number of tokens."""
+    streams, count = _numbers(state, at, 2)
+    at += _HEAD.itemsize + count * _CELL.itemsize
+    _, layers, *middle = _numbers(state, at, 4)
     if streams != 1 or count < 1 or layers < 1:
         raise ModelError(_UNKNOWN)
-    at += _MIDDLE
-    key_row = numbers(at, 2)[1] // 2
+    at += _MIDDLE.itemsize
+    key_row = _numbers(state, at, 2)[1] // 2
     heads = max(1, key_row // head_dim) if head_dim and not latent else 1
     if latent:
         shape = LayerShape(1, key_row - latent, latent)
     else:
-        value_row = numbers(at + layers * (_TENSOR + 2 * count * key_row), 2)[1] // 2
+        at += layers * _tensor(count, 1, key_row).itemsize
+        value_row = _numbers(state, at, 2)[1] // 2
         shape = LayerShape(heads, key_row // heads, value_row // heads)
     dims = shape.key_dim, shape.value_dim
     if min(dims) < 1 or any(dim % 2 for dim in dims):
         raise ModelError(_UNKNOWN)
-    return Section(layers, shape, bool(latent), (middle[0], middle[1]))
+    return Section(layers, shape, bool(latent), tuple(middle)), count
+
+
+def _numbers(state: Array, at: int, count: int) -> tuple[int, ...]:
+    """Numbers of 4 bytes; raises a ValueError where there are not so many."""
+    return tuple(np.frombuffer(state, "<i4", count, at).tolist())
