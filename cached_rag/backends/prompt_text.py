@@ -1,13 +1,10 @@
 """A prompt as text and as tokens, and control tokens such as <|im_start|> that a text spells.
 
-Tokenizers here obey control tokens or read them as text. Also a lower bound of a text's token count
-from its length alone, by which a prompt that cannot fit the model's context is refused before it is
-tokenised. Knows tokenizers; knows no template.
+Tokenizers here obey control tokens or read them as text. Knows tokenizers; knows no template.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from bisect import bisect_left
@@ -23,10 +20,6 @@ from cached_rag.errors import ConfigError
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
-# NFC may compose this many characters into one: no canonical decomposition is longer.
-_COMPOSED = 4
-# Normalizers and pre-tokenizers that remove no character, unless their behaviour is "Removed".
-_KEEPING = ("ByteLevel", "Split", "Digits", "Metaspace", "Punctuation")
 # Added tokens of this form control a model even if they are not flagged as special: <tool_call>,
 # <|im_start|>, [INST]. Other added tokens are text: runs of white space, and HTML tags, of which
 # documents are full.
@@ -109,77 +102,6 @@ class Spans:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """How much text a tokenizer's tokens can stand for.
-
-    Attributes:
-        most: most characters that one token can stand for.
-        dropped: characters that are dropped, so that they have no token.
-    """
-
-    most: int
-    dropped: str = ""
-
-    def least_tokens(self, text: str) -> int:
-        """The least number of tokens that a text can have."""
-        return -(-(len(text) - sum(map(text.count, self.dropped))) // self.most)
-
-
-def reach_of(backend: Tokenizer) -> Reach | None:
-    """How much text a tokenizer's tokens can stand for; None if that is not known for certain.
-
-    It is known for byte-pair encodings in which every character, or one of its bytes, has a token,
-    provided that no step before the encoding removes text.
-    """
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    model, vocabulary, symbols = backend.model, backend.get_vocab(), bytes_to_unicode()
-    parts = [*parts_of(backend.normalizer), *parts_of(backend.pre_tokenizer)]
-    added = backend.get_added_tokens_decoder().values()
-    if (
-        not isinstance(model, models.BPE)
-        or not all(map(_keeps, parts))
-        or any(token.lstrip or token.rstrip for token in added)  # they swallow white space
-    ):
-        return None
-    composed = _COMPOSED if any(part["type"] == "NFC" for part in parts) else 1
-    most = max(map(len, vocabulary)) * composed
-    if model.byte_fallback and all(f"<0x{n:02X}>" in vocabulary for n in range(256)):
-        return Reach(most)
-    is_in_bytes = any(part["type"] == "ByteLevel" for part in parts)
-    # Each of these bytes can end a character of several bytes.
-    if not is_in_bytes or not all(symbols[n] in vocabulary for n in range(0x80, 0xC0)):
-        return None
-    if model.unk_token is not None:  # stands for one unknown character, or for a run if fused
-        return None if model.fuse_unk else Reach(most)
-    return Reach(most, "".join(chr(n) for n in range(0x80) if symbols[n] not in vocabulary))
-
-
-def _keeps(part: dict[str, Any]) -> bool:
-    """Whether a step never makes a text shorter, except by composing characters."""
-    match part:
-        case {"type": "NFC" | "Prepend"}:
-            return True
-        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-            return len(new) >= len(old)
-        case {"type": kind}:
-            return kind in _KEEPING and part.get("behavior") != "Removed"
-    return False
-
-
-def parts_of(step: Any) -> list[dict[str, Any]]:
-    """The settings of a normalizer, pre-tokenizer or decoder, or of each in a sequence."""
-    return [] if step is None else _flat(json.loads(step.__getstate__()))
-
-
-def _flat(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    for name in ("normalizers", "pretokenizers", "decoders"):
-        if inner := settings.get(name):
-            return [part for one in inner for part in _flat(one)]
-    return [settings]
-
-
-@dataclass(frozen=True)
 class Control:
     """A control token that a text spells.
 
@@ -235,11 +157,6 @@ class Backends:
             Control(known[token], begin, end, core(text, begin, end))
             for token, (begin, end) in zip(found.ids, found.offsets, strict=True)
         ]
-
-    @cached_property
-    def reach(self) -> Reach | None:
-        """How much text a token can stand for; None if that is not known for certain."""
-        return reach_of(self.plain)
 
 
 def encode(backend: Tokenizer, text: str, *, adds_special: bool = True) -> Encoding:

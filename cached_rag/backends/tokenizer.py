@@ -18,21 +18,15 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cached_rag.backends.chat_template import ChatTemplate
-from cached_rag.backends.prompt_text import (
-    Rendered,
-    Span,
-    Spans,
-    Tokens,
-    backends_of,
-    core,
-    encode,
-    parts_of,
-)
+from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens, backends_of, core, encode
 
 # GPT-2's: a printable character for each byte.
 _ALPHABET = {char: bytes([byte]) for byte, char in bytes_to_unicode().items()}
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# A text of more characters than so many for a token that there is room for may be much too long; in
+# blocks of so many characters it is read then. Text has some four characters a token.
+_ROOMY, _BLOCK = 16, 1 << 16
 
 
 class Tokenization:
@@ -102,7 +96,9 @@ class Tokenization:
     @cached_property
     def _decoding(self) -> frozenset[str]:
         """The steps by which tokens become text."""
-        return frozenset(part["type"] for part in parts_of(self._backends.plain.decoder))
+        decoder = self._backends.plain.decoder
+        settings = b"" if decoder is None else decoder.__getstate__()
+        return frozenset(re.findall(r'"type":\s*"(\w+)"', settings.decode()))
 
     @cached_property
     def hidden(self) -> re.Pattern[str]:
@@ -121,10 +117,25 @@ class Tokenization:
         return [span for span in self.spelled_out(rendered.text) if not literal.touch(*span)]
 
     def least_tokens(self, text: str, room: int) -> int | None:
-        """The least number of tokens a text can have, if that exceeds `room`; else None."""
-        reach = self._backends.reach if len(text) > room else None
-        least = reach.least_tokens(text) if reach else 0
-        return least if least > room else None
+        """A number of tokens that a long text has at least, if that exceeds `room`; else None.
+
+        It is read in blocks, until there are so many that whether it fits is no question of the
+        tokens that the cuts make. So a text that is much too long is not tokenised as a whole.
+        """
+        if len(text) <= max(_BLOCK, _ROOMY * room) or self._swallows:
+            return None
+        found = 0
+        for begin in range(0, len(text), _BLOCK):
+            found += len(self._encode(text[begin : begin + _BLOCK], adds_special=False)) // 2
+            if found > room:
+                return found
+        return None
+
+    @cached_property
+    def _swallows(self) -> bool:
+        """Whether some tokens take along all white space beside them, however much it is."""
+        added = self.tokenizer.added_tokens_decoder.values()
+        return any(token.lstrip or token.rstrip for token in added)
 
     def tokenize(self, rendered: Rendered) -> Tokens:
         """The prompt's tokens: plain tokenisation, but control tokens in literal spans are text."""

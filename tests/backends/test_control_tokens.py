@@ -8,9 +8,10 @@ import pytest
 from conftest import CHUNKS, NEW_PROMPTS, random_ids, smollm2, tiny_model
 from controls import CONTROLS, TEXTS, TOKENIZER, made
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from cached_rag import Engine, Report
-from cached_rag.backends.prompt_text import Rendered, reach_of
+from cached_rag.backends.prompt_text import Rendered, encode
 from cached_rag.backends.tokenizer import Tokenization
 
 THINKING = (
@@ -120,36 +121,6 @@ def strange(draw):
     return "".join(draw.choice(kinds) for _ in range(draw.randint(1, 30)))
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        made().backend_tokenizer,
-        made(normalizers.NFC()).backend_tokenizer,
-        sentencepiece(),
-    ],
-    ids=["bytes", "composed", "fallback"],
-)
-def test_no_text_has_fewer_tokens_than_its_least(backend):
-    reach, draw = reach_of(backend), random.Random(1)
-    assert reach is not None
-    assert reach.most < 80
-    for _ in range(300):
-        text = strange(draw)
-        assert len(backend.encode(text).ids) >= reach.least_tokens(text)
-    assert reach.least_tokens("a" * 1000) > 10
-
-
-def test_characters_that_are_dropped_count_for_nothing():
-    backend = made().backend_tokenizer
-    vocab = {t: n for t, n in backend.get_vocab().items() if t not in ("Ć", "ñ") and len(t) == 1}
-    backend = Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    reach = reach_of(backend)
-    assert reach.least_tokens("\6" * 1000 + "a") == 1  # of which "Ć" would be the token
-    text = "\U00050000" * 100  # which begins with the byte "ñ"
-    assert reach.least_tokens(text) <= len(backend.encode(text).ids)
-
-
 def removing(backend):
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex("x"), "removed"), backend.pre_tokenizer]
@@ -157,10 +128,20 @@ def removing(backend):
     return backend
 
 
+def stripping(backend):
+    """Without added tokens, between which the library would strip, and panic."""
+    alone = Tokenizer(backend.model)
+    alone.pre_tokenizer, alone.normalizer = backend.pre_tokenizer, normalizers.Strip()
+    return alone
+
+
 @pytest.mark.parametrize(
     "backend",
     [
-        made(normalizers.Strip()).backend_tokenizer,
+        made().backend_tokenizer,
+        made(normalizers.NFC()).backend_tokenizer,
+        sentencepiece(),
+        stripping(made().backend_tokenizer),
         made(normalizers.Replace(Regex(" +"), " ")).backend_tokenizer,
         made(normalizers.Replace("  ", " ")).backend_tokenizer,
         made(added=[AddedToken("<|user|>", rstrip=True)]).backend_tokenizer,
@@ -168,23 +149,50 @@ def removing(backend):
         Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")),
         Tokenizer(models.BPE({"a": 0}, [])),
     ],
-    ids=["strips", "joins", "shortens", "swallows", "removes", "unknown", "drops"],
+    ids=[
+        *("bytes", "composed", "fallback", "strips", "joins", "shortens", "swallows", "removes"),
+        *("unknown", "drops"),
+    ],
 )
-def test_where_text_may_vanish_there_is_no_reach(backend):
-    assert reach_of(backend) is None
+def test_no_text_that_fits_is_taken_for_too_long(backend, monkeypatch):
+    monkeypatch.setattr("cached_rag.backends.tokenizer._BLOCK", 512)
+    tokenization = Tokenization(PreTrainedTokenizerFast(tokenizer_object=backend))
+    draw = random.Random(1)
+    texts = [strange(draw) * draw.randint(1, 200) for _ in range(25)]
+    for text in [*texts, f"{' ' * 9000}<|user|>{' ' * 9000}", "x" * 9000, "\6" * 9000]:
+        count = len(tokenization.tokenize(Rendered(text)).ids)
+        assert tokenization.least_tokens(text, max(count, 20)) is None
+        for room in (20, count // 16):
+            assert (tokenization.least_tokens(text, room) or 0) <= count
+
+
+def test_of_a_text_that_is_much_too_long_a_beginning_is_read(monkeypatch):
+    tokenization, read = Tokenization(TOKENIZER), []
+
+    def recorded(backend, text, **options):
+        read.append(len(text))
+        return encode(backend, text, **options)
+
+    monkeypatch.setattr("cached_rag.backends.tokenizer.encode", recorded)
+    text = "How is the valve reset? " * 100_000
+    assert tokenization.least_tokens(text, 4000) > 4000
+    assert sum(read) < 100_000
+    blank = " " * 100_000 + text  # what makes few tokens is passed over
+    assert tokenization.least_tokens(blank, 4000) > 4000
+    assert sum(read) < 400_000
+    assert tokenization.least_tokens(text[:1000], 10) is None
 
 
 @pytest.mark.real
-def test_a_real_tokenizer_has_a_reach_and_obeys_no_document():
+def test_a_real_tokenizer_reads_no_long_text_and_obeys_no_document():
     tokenizer = smollm2().tokenizer
     tokenization = Tokenization(tokenizer)
     for token, number in tokenization._backends.controls.items():
         assert number not in tokenization.literal(f"a {token} b{token}").ids
     text = tokenizer.decode(random_ids(2000))
     assert tokenization.tokenize(Rendered(text)).ids == tokenizer(text).input_ids
-    reach = tokenization._backends.reach
-    assert reach.least_tokens("a" * 10**6) > 1000
-    assert len(tokenizer(text).input_ids) >= reach.least_tokens(text)
+    assert tokenization.least_tokens("a" * 10**6, 1000) > 1000
+    assert tokenization.least_tokens(text * 100, 200_000) is None
 
 
 @pytest.mark.parametrize("method", ["auto", "prefix", "full"])
