@@ -11,9 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import re
 import weakref
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from cached_rag.backends.llama_cpp.assembly import Assembly
 from cached_rag.backends.llama_cpp.context import LlamaContext, Work
 from cached_rag.backends.llama_cpp.model import LlamaCppModel
 from cached_rag.backends.llama_cpp.state_format import Dims, StateFormat
-from cached_rag.backends.llama_cpp.watch import Attention
+from cached_rag.backends.llama_cpp.watch import Attention, Found
 from cached_rag.backends.machine import OVERHEAD_BYTES, free_bytes
 from cached_rag.backends.resolve import WHOLE, ModelSource, made, put_together, resolve, split_files
 from cached_rag.backends.transformers.gguf import convert_tokenizer
@@ -55,7 +53,6 @@ _TEXTS = (
 )
 # llama.cpp's base where a file has none, also of layers with a sliding window.
 _BASE = 10_000.0
-_SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 Frequencies = list[tuple[float, ...]]
 # YaRN's turns within the original context (`_yarn_share`), unless a file has others.
 _FAST, _SLOW = 32.0, 1.0
@@ -112,10 +109,8 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
     try:
         if library.llama_model_has_encoder(handle) or not library.llama_model_has_decoder(handle):
             raise _no_decoder(name, "it has an encoder")  # a pass would end the process
-        facts = KVFacts.of(reader, library, handle)
-        del reader
-        context.least = max(context.least, facts.least_cells)
-        context.sees_distance |= facts.has_alibi
+        context.least = max(context.least, reader.least_cells)
+        context.sees_distance |= reader.number("attention.max_alibi_bias", 0) > 0
         vocab = library.llama_model_get_vocab(handle)
         tokenizer = tokenizer_of(source, path)
         if gguf_source(name) != source:
@@ -123,7 +118,8 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         _check_tokenizer(library, vocab, tokenizer, name)
         size = context.vocab_size
         ids = probe_ids(library, vocab, size)
-        rule = examined(context, facts, ids)
+        even = library.llama_model_n_embd(handle) // max(1, library.llama_model_n_head(handle))
+        rule, attention = examined(context, reader, reader.dims(even), ids)
         kv_facts = {
             "version": _KV_VERSION,
             "weights": source.digest,
@@ -141,9 +137,8 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
             eos_ids=frozenset(t for t in range(size) if library.llama_vocab_is_eog(vocab, t)),
             weights_bytes=library.llama_model_size(handle),
             num_weights=library.llama_model_n_params(handle),
-            about=f"llama.cpp ({api.PACKAGE} {api.BUILD})",
             token_price=_GPU_PRICE if on_gpu else _CPU_PRICE,
-            attention=watched(context, facts, ids),
+            attention=attention,
         )
     except BaseException:
         context.close()
@@ -226,7 +221,7 @@ def tokenizer_of(source: ModelSource, path: Path) -> Any:
 
 
 class FileOutline(BoundedReader):
-    """A GGUF's fields and tensors, without what is in lists.
+    """A GGUF's fields and tensors, without what is in lists, and what they say of KV and attention.
 
     Of a vocabulary of 150,000 tokens gguf's own reader makes objects that take 500 MB.
     """
@@ -241,65 +236,37 @@ class FileOutline(BoundedReader):
             end += super()._get_field_parts(end, kind)[0]
         return end - orig_offs, [], [], [gguf.GGUFValueType.ARRAY]
 
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """A tensor of numbers that are kept as they are; None if the file has none of that name."""
+        found = (torch.tensor(one.data) for one in self.tensors if one.name == name)
+        return next(found, None)
 
-@dataclass(frozen=True)
-class KVFacts:
-    """What a file says of how its KV depends on position, and of the rows of states.
+    def dims(self, head_dim: int) -> Dims:
+        """What states do not say of their rows.
 
-    Attributes:
-        architecture: such as "llama".
-        dims: what states do not say of their rows.
-        frequencies: rotary ones that the file may mean.
-        has_alibi: its scores depend on distance.
-        scales: of attention's scores that it may mean; None for 1 / sqrt(head_dim).
-        softcap: bound of the scores; 0 for none.
-        sinks: by layer, one more score of each head.
-        least_cells: with fewer cells llama.cpp would rotate otherwise (longrope).
-        adds_positions: learned positions are added to the embeddings.
-    """
+        Args:
+            head_dim: a head's, unless the file says otherwise.
+        """
+        width = int(self.number("attention.key_length", head_dim))
+        sliding = int(self.number("attention.key_length_swa", width))
+        rotated = int(self.number("rope.dimension_count", 0)) or width
+        is_latent = self.number("attention.key_length_mla", 0)
+        return Dims((width, sliding), rotated if is_latent else 0)
 
-    architecture: str
-    dims: Dims
-    frequencies: Frequencies
-    has_alibi: bool
-    scales: tuple[float | None, ...]
-    softcap: float
-    sinks: dict[int, torch.Tensor]
-    least_cells: int
-    adds_positions: bool
-
-    @classmethod
-    def of(cls, reader: FileOutline, library: ctypes.CDLL, handle: int) -> KVFacts:
-        """Read it."""
-        even = library.llama_model_n_embd(handle) // max(1, library.llama_model_n_head(handle))
-        width = int(reader.number("attention.key_length", even))
-        sliding = int(reader.number("attention.key_length_swa", width))
-        rotated = int(reader.number("rope.dimension_count", 0)) or width
-        is_latent = bool(reader.number("attention.key_length_mla", 0))
-        names = {tensor.name for tensor in reader.tensors}
-        is_long = "rope_factors_long.weight" in names
-        trained = reader.number("context_length", 0)
-        original = reader.number("rope.scaling.original_context_length", trained)
-        return cls(
-            reader.architecture,
-            Dims((width, sliding), rotated if is_latent else 0),
-            frequencies_of(reader, width),
-            bool(reader.number("attention.max_alibi_bias", 0)),
-            (None, 1.0, reader.number("attention.scale", 1.0)),
-            reader.number("attn_logit_softcapping", 0),
-            {
-                int(found[1]): torch.tensor(tensor.data)
-                for tensor in reader.tensors
-                if (found := _SINKS.fullmatch(tensor.name))
-            },
-            int(original) + 1 if is_long else 0,
-            "position_embd.weight" in names,
-        )
+    @property
+    def least_cells(self) -> int:
+        """With fewer cells llama.cpp would rotate otherwise (longrope)."""
+        if self.tensor("rope_factors_long.weight") is None:
+            return 0
+        trained = self.number("context_length", 0)
+        return int(self.number("rope.scaling.original_context_length", trained)) + 1
 
     def ways(self, layer: int) -> list[Scoring]:
         """How a layer may score the keys that a row sees, without its window."""
-        sinks, softcap = self.sinks.get(layer), self.softcap or None
-        return [Scoring(scale, None, softcap, sinks) for scale in dict.fromkeys(self.scales)]
+        sinks = self.tensor(f"blk.{layer}.attn_sinks.weight")
+        softcap = self.number("attn_logit_softcapping", 0) or None
+        scales = None, 1.0, self.number("attention.scale", 1.0)  # None is 1 / sqrt(head_dim)
+        return [Scoring(scale, None, softcap, sinks) for scale in dict.fromkeys(scales)]
 
 
 def frequencies_of(reader: FileOutline, head_dim: int) -> Frequencies:
@@ -357,10 +324,13 @@ def probe_ids(library: ctypes.CDLL, vocab: int, size: int) -> list[int]:
     return [token for n, token in enumerate(found) if n % step == 0][:_PROBE_TOKENS]
 
 
-def examined(context: LlamaContext, facts: KVFacts, ids: list[int]) -> PositionRule:
-    """Learn the states' format, and the rule by which keys are moved.
+def examined(
+    context: LlamaContext, reader: FileOutline, dims: Dims, ids: list[int]
+) -> tuple[PositionRule, Attention | None]:
+    """Learn the states' format, the rule by which keys are moved, and how attention is watched.
 
-    Where states are not taken apart, the context has no format, and the rule the reason.
+    Where states are not taken apart, the context has no format, and the rule the reason. Attention
+    is not watched there, nor where it is not what this library takes it for.
 
     Args:
         ids: some tokens (`probe_ids`).
@@ -373,40 +343,35 @@ def examined(context: LlamaContext, facts: KVFacts, ids: list[int]) -> PositionR
     trial = _Trial(context, ids, (0, third, 2 * third, end, end + 1))
     if bool((trial.logits == trial.logits[0]).all()):
         why = "to it all tokens are equally likely to come next, as to one that makes embeddings"
-        raise _no_decoder(f"this {facts.architecture} model", why)
+        raise _no_decoder(f"this {reader.architecture} model", why)
     try:
         if context.is_recurrent:
             raise ModelError("it has recurrent layers")
-        context.format = StateFormat.of(trial.whole, facts.dims)
+        context.format = StateFormat.of(trial.whole, dims)
         context.bytes_per_token = context.shapes.bytes_per_token
-        here = trial.read(0)
+        with context.watch.over(range(context.shapes.num_layers), outputs=True) as found:
+            here = trial.read(0)
         trial.check_parts(here)
     except ModelError as error:
         context.format, context.bytes_per_token = None, trial.bytes_per_token
         trial.check_whole()
-        return PositionRule(reason=f"llama.cpp's states are kept as a whole: {error}")
-    return _rule(trial, facts, here)
+        reason = f"llama.cpp's states are kept as a whole: {error}"
+        return PositionRule(reason=reason), None
+    rule = _rule(trial, reader, dims, here)
+    return rule, None if dims.latent else _attention(context, reader, found, here)
 
 
-def watched(context: LlamaContext, facts: KVFacts, ids: list[int]) -> Attention | None:
-    """How a model's attention is watched; None if it is not what this library takes it for.
-
-    Args:
-        ids: some tokens (`probe_ids`).
-    """
-    if context.format is None or facts.dims.latent:
-        return None
-    buffer = KVBuffer.like(context.shapes, len(ids))
-    count = context.shapes.num_layers
-    with context.opened() as own, context.watch.over(range(count), outputs=True) as found:
-        context.compute([Work(own, ids, 0)])
-        context.read(own, 0, (buffer.keys[:, 0], buffer.values[:, 0]))
-    ways = [facts.ways(layer) for layer in range(count)]
-    kind = Chunks if facts.architecture == "llama4" else int
+def _attention(
+    context: LlamaContext, reader: FileOutline, found: Found, kv: KVBuffer
+) -> Attention | None:
+    """How it is watched, learned from what was found in a pass, and the KV of its tokens."""
+    assert context.format is not None
+    kind = Chunks if reader.architecture == "llama4" else int
     second = kind(context.window) if context.window else None
     sections = enumerate(context.format.sections)  # the second one, if there is one, has a window
     windows = [second if at else None for at, one in sections for _ in range(one.layers)]
-    return Attention.of(context.watch, found, buffer, ways, windows)
+    ways = [reader.ways(layer) for layer in range(len(windows))]
+    return Attention.of(context.watch, found, kv, ways, windows)
 
 
 class _Trial:
@@ -497,23 +462,24 @@ class _Trial:
             raise ModelError(f"{what} (error {error:.1e}, wrong KV {control:.1e})")
 
 
-def _rule(trial: _Trial, facts: KVFacts, here: KVBuffer) -> PositionRule:
+def _rule(trial: _Trial, reader: FileOutline, dims: Dims, here: KVBuffer) -> PositionRule:
     """How keys, and what of latents is rotated, depend on position: from three places."""
-    if facts.adds_positions:  # llama.cpp ends the process beyond the last one
+    if reader.tensor("position_embd.weight") is not None:
+        # llama.cpp ends the process beyond the last one
         return PositionRule(reason="positions are added to the embeddings (learned positions)")
     there = {delta: trial.read(delta) for delta in (_NEAR, _FAR)}
+    frequencies = frequencies_of(reader, dims.heads[0])
     found: dict[str, list[LayerRule]] = {"keys": [], "values": []}
-    sides = ("keys", "values") if facts.dims.latent else ("keys",)
-    for side in sides:
+    for side in ("keys", "values") if dims.latent else ("keys",):
         before = by_layer(getattr(here, side)[:, 0])
         after = {delta: by_layer(getattr(kv, side)[:, 0]) for delta, kv in there.items()}
         for layer in range(len(before)):
             moved = {delta: kv[layer] for delta, kv in after.items()}
-            rule = match_rule(before[layer], moved, facts.frequencies, _TOLERANCE)
+            rule = match_rule(before[layer], moved, frequencies, _TOLERANCE)
             if rule is None:
                 return PositionRule(
                     reason="no known rotation explains how llama.cpp's keys of "
-                    f"{facts.architecture} models move (layer {layer})"
+                    f"{reader.architecture} models move (layer {layer})"
                 )
             found[side].append(rule)
     return PositionRule(tuple(found["keys"]), values=tuple(found["values"]))

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from cached_rag.backends.base import Chosen, Prefilled, RepairInput, StepInput
+from cached_rag.backends.llama_cpp import api
 from cached_rag.backends.llama_cpp.assembly import Assembly, calls, neighbours, part_of
 from cached_rag.backends.llama_cpp.context import FullError, LlamaContext, Work
 from cached_rag.backends.llama_cpp.residents import Owner, Residents, SequenceState
@@ -41,7 +42,6 @@ class LlamaCppModel:
 
     Attributes:
         weights_bytes, num_weights: of the weights.
-        about: what runs it.
         attention: what watches it; None if that is not possible.
         The others: see `Backend`.
     """
@@ -55,7 +55,6 @@ class LlamaCppModel:
     eos_ids: frozenset[int]
     weights_bytes: int
     num_weights: int
-    about: str
     token_price: float
     attention: Attention | None
     residents: Residents = field(init=False, compare=False, repr=False)
@@ -99,7 +98,7 @@ class LlamaCppModel:
     def details(self) -> dict[str, object]:
         """See `Backend`."""
         return {
-            "layers": self.about,
+            "layers": f"llama.cpp ({api.PACKAGE} {api.BUILD})",
             "weights": "as stored",
             "weights_bytes": self.weights_bytes,
             "kv_cells": self.context.size,
