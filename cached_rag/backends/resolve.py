@@ -189,9 +189,8 @@ def split_files(path: Path) -> list[Path]:
     split = _SPLIT.fullmatch(path.name)
     if split is None:
         return [path]
-    near = path.parent.glob(f"{escape(split[1])}-*-of-{split[2]}.gguf")
-    parts = ((file, _SPLIT.fullmatch(file.name)) for file in near)
-    return sorted(file for file, part in parts if part and part[1] == split[1])
+    number = 5 * "[0-9]"
+    return sorted(path.parent.glob(f"{escape(split[1])}-{number}-of-{split[2]}.gguf"))
 
 
 def _gguf(path: Path) -> ModelSource:

@@ -394,7 +394,7 @@ def test_prompts_that_are_over_take_no_cells(model):
             engine.generate(f"{n} {CHUNKS[0]}", method="full", max_tokens=1)
     gc.collect()
     model.residents.sweep()
-    assert len(model.context._held) <= 2
+    assert len(model.context.held) <= 2
 
 
 def test_what_it_cannot_do_is_refused_by_name(model, path, tmp_path):

@@ -293,7 +293,7 @@ def test_answers_that_leave_the_context_take_their_states_along(loaded, monkeypa
         assert [stream.result().token_ids for stream in streams] == expected
     gc.collect()
     model.residents.sweep()
-    assert len(model.context._held) <= 2
+    assert len(model.context.held) <= 2
 
 
 def test_the_command_line_says_what_is_kept(tmp_path):

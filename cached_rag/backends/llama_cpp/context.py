@@ -83,6 +83,8 @@ class LlamaContext:
         max_sequences: how many there may be at the same time.
         least: fewest cells.
         size: number of cells.
+        held: of each open sequence, how many cells are its own; those it has taken from others are
+            theirs.
         format: how states are laid out; None until it was learned, or if they are kept whole.
         bytes_per_token: of memory, about.
     """
@@ -95,7 +97,7 @@ class LlamaContext:
         self._threads = threads
         self._handle: int | None = None
         self._memory: int | None = None
-        self._held: dict[int, int] = {}
+        self.held: dict[int, int] = {}
         self.size, self.least, self.bytes_per_token = 0, _LEAST_CELLS, 0
         self.window = library.llama_model_n_swa(model)
         self.sees_distance = bool(self.window)
@@ -117,7 +119,7 @@ class LlamaContext:
     @property
     def used(self) -> int:
         """Cells that sequences hold; what one has taken from another counts once."""
-        return sum(self._held.values())
+        return sum(self.held.values())
 
     def resize(self, cells: int) -> None:
         """Make the context anew, with at least so many cells; all sequences are gone.
@@ -150,7 +152,7 @@ class LlamaContext:
         if self._handle:
             self._c.llama_free(self._handle)
         self._handle, self.size = None, 0
-        self._held.clear()
+        self.held.clear()
 
     def close(self) -> None:
         """Give all memory back, the model's too."""
@@ -172,10 +174,10 @@ class LlamaContext:
         Raises:
             FullError: there are too many.
         """
-        number = next((n for n in range(self.max_sequences) if n not in self._held), None)
+        number = next((n for n in range(self.max_sequences) if n not in self.held), None)
         if number is None:
             raise FullError
-        self._held[number] = 0
+        self.held[number] = 0
         return number
 
     @contextmanager
@@ -189,8 +191,8 @@ class LlamaContext:
 
     def drop(self, sequence: int) -> None:
         """Forget a sequence, if it is there. Cells that others have taken from it stay."""
-        if sequence in self._held:
-            del self._held[sequence]
+        if sequence in self.held:
+            del self.held[sequence]
             self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
 
     def cut(self, sequence: int, begin: int, tokens: int, end: int = -1) -> None:
@@ -201,7 +203,7 @@ class LlamaContext:
             end: the position behind the last of them; -1 for all.
         """
         self._c.llama_memory_seq_rm(self._memory, sequence, begin, end)
-        self._held[sequence] -= tokens
+        self.held[sequence] -= tokens
 
     def branch(self, sequence: int, end: int) -> int:
         """A new sequence that has another one's tokens before a position."""
@@ -217,7 +219,7 @@ class LlamaContext:
         """
         self._c.llama_memory_seq_rm(self._memory, sequence, begin, end)
         self.take(branch, sequence, begin, end)
-        self._held[sequence] += end - begin - replaced
+        self.held[sequence] += end - begin - replaced
         self.drop(branch)
 
     def take(self, source: int, target: int, begin: int, end: int) -> None:
@@ -246,10 +248,10 @@ class LlamaContext:
         """By way of a sequence of its own, as llama.cpp empties the one that it fills."""
         assert self.format is not None
         with self.opened() as own:
-            self._fill(own, self.format.put_together(positions, part), len(positions))
+            self.restore(own, self.format.put_together(positions, part), len(positions))
             self.take(own, sequence, positions[0], positions[-1] + 1)
-            self._held[own] = 0
-        self._held[sequence] += len(positions)
+            self.held[own] = 0
+        self.held[sequence] += len(positions)
 
     def restore(self, sequence: int, state: torch.Tensor, tokens: int) -> None:
         """Fill an empty sequence with a state that `state` gave.
@@ -262,16 +264,13 @@ class LlamaContext:
             ModelError: llama.cpp refuses it.
         """
         self.require(tokens)
-        self._fill(sequence, state, tokens)
-
-    def _fill(self, sequence: int, state: torch.Tensor, tokens: int) -> None:
         size = len(state)
         read = self._c.llama_state_seq_set_data(self._handle, state.data_ptr(), size, sequence)
         if not read:  # no free cells side by side
             raise FullError(self.used + tokens)
         if read != size:
             raise ModelError(f"llama.cpp took {read} of {size} bytes of a prompt's KV")
-        self._held[sequence] = tokens
+        self.held[sequence] = tokens
 
     def state(self, sequence: int, tokens: int | None = None) -> torch.Tensor:
         """(num_bytes,) uint8: a sequence's KV in llama.cpp's own form.
@@ -309,7 +308,7 @@ class LlamaContext:
         part = self.shapes.empty(len(positions))
         self.format.take_apart(state, part)
         self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)
-        self._held[sequence] = 0
+        self.held[sequence] = 0
         self.put(sequence, positions.tolist(), part)
 
     def read(self, sequence: int, begin: int, part: Part) -> None:
@@ -352,16 +351,13 @@ class LlamaContext:
             self._decode(some)
             found += [self._logits(n) for n, (*_, wanted) in enumerate(some) if wanted]
         for one in work:
-            self._held[one.sequence] += len(one.token_ids)
+            self.held[one.sequence] += len(one.token_ids)
         return torch.stack(found) if found else torch.empty(0, self.vocab_size)
 
     def _decode(self, tokens: Sequence[_Token]) -> None:
         count = len(tokens)
-        ids, positions, sequences = (
-            np.array([one[part] for one in tokens], dtype=np.int32) for part in range(3)
-        )
-        wanted = np.array([one[3] for one in tokens], dtype=np.int8)
-        ones = np.ones(count, dtype=np.int32)
+        ids, positions, sequences, wanted = np.array(tokens, dtype=np.int32).T.copy()
+        has_logits, ones = wanted.astype(np.int8), np.ones(count, dtype=np.int32)
         places = sequences.ctypes.data + 4 * np.arange(count, dtype=np.uint64)
         int32, int8 = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int8)
         batch = api.BatchStruct(
@@ -370,7 +366,7 @@ class LlamaContext:
             pos=positions.ctypes.data_as(int32),
             n_seq_id=ones.ctypes.data_as(int32),
             seq_id=places.ctypes.data_as(ctypes.POINTER(int32)),
-            logits=wanted.ctypes.data_as(int8),
+            logits=has_logits.ctypes.data_as(int8),
         )
         code = self._c.llama_decode(self._handle, batch)
         if code == 1:

@@ -72,14 +72,12 @@ class Residents:
         self._context = context
         # In the order of their last use.
         self._found: WeakKeyDictionary[Owner, Resident] = WeakKeyDictionary()
-        self._sequences: dict[int, ref[Owner]] = {}
         self._states: dict[int, ref[SequenceState]] = {}
 
     def add(self, owner: Owner, sequence: int, length: int) -> None:
         """Note that a prompt's first `length` slots are in a sequence."""
         self._found.pop(owner, None)
         self._found[owner] = Resident(sequence, length)
-        self._sequences[sequence] = ref(owner)
 
     def state(self, sequence: int, length: int) -> SequenceState:
         """A sequence's state, which is taken out before the sequence is dropped, if it is needed.
@@ -92,7 +90,7 @@ class Residents:
 
     def has(self, sequence: int) -> bool:
         """Whether somebody resides in a sequence."""
-        return sequence in self._sequences
+        return any(found.sequence == sequence for found in self._found.values())
 
     def of(self, owner: Owner) -> Resident | None:
         """The resident that has a prompt's KV; None if it is not in the context.
@@ -113,15 +111,14 @@ class Residents:
             self._drop(found.sequence)
 
     def sweep(self) -> bool:
-        """Drop the sequences of prompts that are over; False if there are none."""
-        over = [number for number, owner in self._sequences.items() if owner() is None]
+        """Drop the sequences that nobody resides in any more; False if there are none."""
+        over = self._context.held.keys() - {found.sequence for found in self._found.values()}
         for number in over:
             self._drop(number)
         return bool(over)
 
     def _drop(self, sequence: int) -> None:
         """Drop a sequence; a state of it that somebody holds is taken out first."""
-        del self._sequences[sequence]
         self._take_out(sequence)
         self._context.drop(sequence)
 
@@ -145,4 +142,3 @@ class Residents:
         for sequence in list(self._states):
             self._take_out(sequence)
         self._found.clear()
-        self._sequences.clear()
