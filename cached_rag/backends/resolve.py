@@ -19,7 +19,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import escape
 from importlib import metadata
@@ -413,11 +413,8 @@ def _swept(folder: Path) -> Path:
 def file_digest(path: Path) -> str:
     """sha256 of a file's bytes; read from the cache directory if the file is unchanged."""
     memo = cache_dir() / "digests" / f"{_identity(path)}.json"
-    if memo.is_file():
-        try:
-            return str(json.loads(memo.read_text())["digest"])
-        except (ValueError, KeyError):
-            memo.unlink()
+    with suppress(FileNotFoundError, ValueError, KeyError):  # not kept yet, or damaged
+        return str(json.loads(memo.read_text())["digest"])
     found = _fed(hashlib.sha256(), path)
     keep_json(memo, {"digest": found, "path": str(path)})
     return found

@@ -113,13 +113,13 @@ def load_llama_cpp(name: str, threads: int | None = None, *, on_gpu: bool = Fals
         context.sees_distance |= reader.number("attention.max_alibi_bias", 0) > 0
         vocab = library.llama_model_get_vocab(handle)
         tokenizer = tokenizer_of(source, path)
-        if gguf_source(name) != source:
-            raise ModelError(f"{path} was changed while it was loaded; load it again")
-        _check_tokenizer(library, vocab, tokenizer, name)
         size = context.vocab_size
         ids = probe_ids(library, vocab, size)
         even = library.llama_model_n_embd(handle) // max(1, library.llama_model_n_head(handle))
         rule, attention = examined(context, reader, reader.dims(even), ids)
+        if gguf_source(name) != source:
+            raise ModelError(f"{path} was changed while it was loaded; load it again")
+        _check_tokenizer(library, vocab, tokenizer, name)
         kv_facts = {
             "version": _KV_VERSION,
             "weights": source.digest,
