@@ -304,7 +304,7 @@ class LlamaContext:
                 'distance of tokens (sliding windows, ALiBi); use backend="transformers"'
             )
         state = self.state(sequence)
-        positions = self.format.parse(state)[0].sorted().positions + shift
+        positions = self.format.parse(state)[0].positions.sort().values + shift
         part = self.shapes.empty(len(positions))
         self.format.take_apart(state, part)
         self._c.llama_memory_seq_rm(self._memory, sequence, -1, -1)

@@ -47,13 +47,6 @@ class Cells:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def sorted(self) -> Cells:
-        """The same by position; copied only if it has another order."""
-        order = self.positions.argsort()
-        if torch.equal(order, torch.arange(len(order))):
-            return self
-        return Cells(self.positions[order], self.keys[:, order], self.values[:, order])
-
 
 @dataclass(frozen=True)
 class Section:
@@ -222,9 +215,11 @@ class StateFormat:
     def take_apart(self, state: torch.Tensor, part: Part) -> None:
         """Copy a state's KV, in the order of its positions, to where keys and values are kept."""
         for cells, (keys, values) in zip(self.parse(state), self._by_section(part), strict=True):
-            some = cells.sorted()
-            keys.copy_(some.keys)
-            values.copy_(some.values)
+            order: torch.Tensor | slice = cells.positions.argsort()
+            if torch.equal(cells.positions, cells.positions[order]):
+                order = slice(None)  # as it mostly is: then nothing is copied twice
+            keys.copy_(cells.keys[:, order])
+            values.copy_(cells.values[:, order])
 
     def _by_section(self, part: Part) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Views of each section's keys and values, as `Cells` has them."""
