@@ -19,7 +19,7 @@ from cached_rag.errors import BusyError, ContextOverflowError
 
 PROMPT = f"{CHUNKS[0]} Why?"
 GREEDY = {"max_tokens": 4}
-LONG = "word " * 40_000  # of which the tiny tokenizer cannot say that it does not fit
+LONG = "word " * 40_000
 
 
 @functools.cache
@@ -58,8 +58,12 @@ def read(monkeypatch):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds up whoever reads a text that begins with "slow"; set it to let them go."""
+    """Holds up whoever reads a text that begins with "slow"; set it to let them go.
+
+    Of no text it is known that it does not fit, before it is read.
+    """
     tokenize, opened, held = Tokenization.tokenize, threading.Event(), []
+    monkeypatch.setattr(Tokenization, "least_tokens", lambda *_: None)
 
     def waiting(tokenization, rendered):
         if rendered.text.startswith("slow"):
