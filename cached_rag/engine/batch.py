@@ -126,7 +126,7 @@ class Batch:
         as KV is moved, until it is accepted.
         """
         prompt = request.prompt
-        if request.is_adopted or prompt.buffer is None or prompt.held is None:
+        if request.is_adopted or prompt.buffer is None or prompt.held.kv is None:
             return
         if prompt.is_following:  # what is repaired next must lie in one buffer
             return

@@ -26,7 +26,7 @@ from cached_rag.engine import prefill
 from cached_rag.engine.decoding import Generation
 from cached_rag.engine.idle import Audits
 from cached_rag.engine.planner import Planner, TextPlanner
-from cached_rag.engine.prompt import Prefilling
+from cached_rag.engine.prompt import AskedPrompt, Prefilling
 from cached_rag.engine.report import Clock, Report
 from cached_rag.engine.request import Request
 from cached_rag.engine.resources import Resources, Shared, completed, load_backend, remote_tier
@@ -519,7 +519,7 @@ class Engine:
         config = (config or GenerationConfig()).replace(**options)
         self.check_open()
         planner = self._planner(prompt)
-        asked = Prefilling(self._resources, planner, config, clock)
+        asked = Prefilling(AskedPrompt(self._resources, planner, config, clock))
         return Stream(self.scheduler, Request(asked, tenant))
 
     def prefill(
@@ -533,7 +533,7 @@ class Engine:
         """
         config = (config or GenerationConfig()).replace(**options)
         self.check_open()
-        begun = Prefilling(self._resources, self._planner(prompt), config)
+        begun = Prefilling(AskedPrompt(self._resources, self._planner(prompt), config))
         prefill.read(begun)
         return on_model_thread(lambda: prefill.alone(begun))
 

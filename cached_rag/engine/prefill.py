@@ -38,7 +38,7 @@ def read(prompt: Prefilling) -> None:
     Raises:
         ContextOverflowError: the text is so long that it cannot fit the model's context.
     """
-    clock, planner = Clock(), prompt.planner
+    clock, planner = Clock(), prompt.asked.planner
     _check_length(prompt.resources, planner.text, prompt.config.max_tokens)
     prompt.resources.library.refresh()
     method = prompt.config.selector()
@@ -170,7 +170,7 @@ def compute(
         _leave_out(prompt, loader, problem)
         return compute(prompt, in_pieces=in_pieces)
     prompt.report.modules_hit = prompt.plan.num_chunks
-    prompt.buffer, prompt.held = buffer, RowKV(buffer, prompt.num_final)
+    prompt.buffer, prompt.held.kv = buffer, RowKV(buffer, prompt.num_final)
     return computed // resources.model.shapes.num_layers
 
 
@@ -181,7 +181,7 @@ def alone(prompt: Prefilling) -> Prefilling:
         compute(prompt, prompt.kept_beginning())
         # `Scheduler.forget` does not reach this prompt. So its KV is kept only if the plan says
         # which chunks are in it: they are checked when it is released.
-        prompt.is_private = not prompt.plan.matches
+        prompt.held.is_private = not prompt.plan.matches
     except BaseException:
         prompt.release()
         raise
@@ -263,7 +263,7 @@ def _run_on(prompt: Prefilling, plan: Plan, buffer: KVBuffer, layout: Layout) ->
     computed.
     """
     model, sequences = prompt.resources.model, prompt.resources.shared.sequences
-    runs, begin, ids = prompt.beginning.runs, len(prompt.beginning), layout.ids[None]
+    runs, begin, ids = prompt.held.beginning.runs, len(prompt.held.beginning), layout.ids[None]
     kept = runs[-1].buffer.states if runs else None
     buffer.states = kept.copy() if kept is not None else None
     jumps = {place.begin + change.begin: change for place, change in plan.changes}
@@ -300,7 +300,7 @@ def _note_rows(
         uses_of(plan),
         plan.matches if plan.looks_for_kv else (),
         prompt.tokens,
-        prompt.planner.text,
+        prompt.asked.planner.text,
         resources.tokenization,
         profile_key(resources.model),
     )

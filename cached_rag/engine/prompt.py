@@ -190,33 +190,63 @@ class Beginning:
 NOTHING = Beginning()
 
 
-@dataclass(eq=False)
-class Prefilling:
-    """A prompt: how far it has come, and what was found and computed for it.
+@dataclass(frozen=True)
+class AskedPrompt:
+    """A prompt as it was asked.
 
     Attributes:
         resources: what the engine answers with.
         planner: finds its tokens, and what of them has KV.
         config: how to answer.
         clock: started when it was asked.
+    """
+
+    resources: Resources
+    planner: Planner
+    config: GenerationConfig
+    clock: Clock = field(default_factory=Clock)
+
+
+@dataclass(eq=False)
+class HeldKV:
+    """A prompt's KV, with what others need to know to share it. `Sharing` sees to most of it.
+
+    Attributes:
+        beginning: the KV of the prompt's first tokens that was taken from other prompts.
+        exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
+            computes.
+        kv: that of the prompt and of its answer; None before its tokens are computed, and after
+            it is released. While the prompt is prefilled, its `length` is the number of tokens,
+            from the first, whose KV is final.
+        chunks: those that are not repaired, by the name that `Sharing` gives them. A name contains
+            the address of the KV, which is held here, so that no other KV comes to have it.
+        taken: KV of other prompts that `Sharing.adopt` will share; until then it must not be freed.
+        is_private: no other prompt may use its KV, as it contains a text that was forgotten, say.
+        answer: the tokens of its answer so far, of which a prompt that was set back has some.
+    """
+
+    beginning: Beginning = NOTHING
+    exact_length: int = 0
+    kv: RowKV | None = None
+    chunks: dict[Name, Placement] = field(default_factory=dict)
+    taken: tuple[Run, ...] = ()
+    is_private: bool = False
+    answer: Sequence[int] = ()
+
+
+@dataclass(eq=False)
+class Prefilling:
+    """How far a prompt has come, and what was found and computed for it.
+
+    Attributes:
         report: complete when its answer is.
         reading: the result of reading the prompt; None before that.
         plan: which tokens come from which KV; `UNPLANNED` before `prefill.prepare`.
         tokens: the prompt's.
         method: the one that was asked for, or what replaces it on this model.
         repair: mark of KV that the method repaired; empty if all KV is what full prefill computes.
-        exact_length: number of tokens, from the first, whose KV is, or will be, what full prefill
-            computes.
-        beginning: the KV of the prompt's first tokens that was taken from other prompts.
         buffer: all of the prompt's KV, with room for the answer; None if the KV lies elsewhere.
-        held: the KV of the prompt and of its answer, until it is released; None before its tokens
-            are computed. While the prompt is prefilled, its `length` is the number of tokens, from
-            the first, whose KV is final.
-        chunks: those that are not repaired, by the name that `Sharing` gives them. A name contains
-            the address of the KV, which is held here, so that no other KV comes to have it.
-        taken: KV of other prompts that `Sharing.adopt` will share; until then it must not be freed.
-        is_private: no other prompt may use its KV, as it contains a text that was forgotten, say.
-        answer: the tokens of its answer so far, of which a prompt that was set back has some.
+        held: its KV, wherever it lies.
         logits: (1, vocab_size) after the last prompt token.
         first_logits: (vocab_size,) of the answer's first token, to be audited; None if not.
         trace_source: for each token, whether it was computed, and where its KV came from; None
@@ -225,24 +255,15 @@ class Prefilling:
         following: the repair that goes on with the answer; None if it does not.
     """
 
-    resources: Resources
-    planner: Planner
-    config: GenerationConfig
-    clock: Clock = field(default_factory=Clock)
+    asked: AskedPrompt
     report: Report = field(init=False)
     reading: Reading | None = None
     plan: Plan = UNPLANNED
     tokens: Tokens = field(init=False)
     method: Selector = field(init=False)
     repair: str = ""
-    exact_length: int = 0
-    beginning: Beginning = NOTHING
     buffer: KVBuffer | None = None
-    held: RowKV | None = None
-    chunks: dict[Name, Placement] = field(default_factory=dict)
-    taken: tuple[Run, ...] = ()
-    is_private: bool = False
-    answer: Sequence[int] = ()
+    held: HeldKV = field(default_factory=HeldKV)
     logits: torch.Tensor = field(init=False)
     first_logits: torch.Tensor | None = None
     trace_source: TraceSource | None = None
@@ -253,10 +274,20 @@ class Prefilling:
         self.report = Report(spelled(self.config.selector()))
 
     @property
+    def resources(self) -> Resources:
+        """What the engine answers with."""
+        return self.asked.resources
+
+    @property
+    def config(self) -> GenerationConfig:
+        """How to answer."""
+        return self.asked.config
+
+    @property
     def kv(self) -> RowKV:
         """The prompt's and the answer's, while it is held."""
-        assert self.held is not None
-        return self.held
+        assert self.held.kv is not None
+        return self.held.kv
 
     @cached_property
     def ids(self) -> Ids:
@@ -275,18 +306,18 @@ class Prefilling:
         Keys from either side of it do not mix, so such KV is neither taken nor left to others.
         """
         limit = self.resources.model.rule.limit
-        return limit is not None and len(self.tokens) + len(self.answer) > limit
+        return limit is not None and len(self.tokens) + len(self.held.answer) > limit
 
     def keep_apart(self) -> None:
         """Let no other prompt use its KV, if it is known by now that none may."""
-        self.is_private |= self.plan.has_strays or self.is_beyond_switch
+        self.held.is_private |= self.plan.has_strays or self.is_beyond_switch
 
     def forget(self, namespace: str, text_digest: str, token_ids: Sequence[int]) -> None:
         """If the prompt contains a text, or a part of it, let no other prompt use its KV."""
         if self.plan is not UNPLANNED and namespace == self.namespace:
             wanted = np.asarray(token_ids, dtype=np.int64)
             named = any(match.chunk.text_digest == text_digest for match in self.plan.matches)
-            self.is_private |= named or bool(where(self.ids, wanted))
+            self.held.is_private |= named or bool(where(self.ids, wanted))
 
     def kept_beginning(self) -> Beginning:
         """The KV that finished prompts left of this prompt's beginning."""
@@ -294,7 +325,7 @@ class Prefilling:
             return NOTHING
         kept, wanted = self.resources.shared.sequences, self.ids[:-1]  # the last token is computed
         if not kept.keeps_repaired:  # then no answer depends on prompts before it
-            wanted = wanted[: self.exact_length]
+            wanted = wanted[: self.held.exact_length]
         sequence, length = kept.beginning(self.namespace, wanted, self.repair)
         if sequence is not None and sequence.exact_length < length <= self.plan.exact_end:
             # The plan has as much, and all of it exact.
@@ -309,7 +340,7 @@ class Prefilling:
         Returns:
             The plan with this beginning.
         """
-        self.beginning = beginning
+        self.held.beginning = beginning
         self.report.kept_tokens = len(beginning)
         self.report.kept_repaired_tokens = len(beginning) - beginning.exact_length
         plan = self.plan.starting_from(beginning.pieces(self.tokens.ids))
@@ -324,7 +355,7 @@ class Prefilling:
         ]
         if beginning.exact_length < len(beginning):
             inexact.append(beginning.exact_length)
-        self.exact_length = min(inexact, default=plan.num_tokens)
+        self.held.exact_length = min(inexact, default=plan.num_tokens)
         return plan
 
     @property
@@ -333,12 +364,12 @@ class Prefilling:
         most = self.config.max_tokens
         if not self.resources.model.can_batch:  # such a model needs all KV in one buffer
             return most
-        return min(most, len(self.answer) + PAGE)
+        return min(most, len(self.held.answer) + PAGE)
 
     @property
     def is_following(self) -> bool:
         """Whether the answer's last token is computed alone, by `follow`."""
-        return self.following is not None and self.following.is_on(len(self.answer))
+        return self.following is not None and self.following.is_on(len(self.held.answer))
 
     def follow(
         self, token_ids: Sequence[int], draft: Sequence[int] | None = None
@@ -393,11 +424,11 @@ class Prefilling:
             is_free: no other request reads the buffer.
         """
         try:
-            if self.held is not None:
-                self._leave(self.held)
+            if self.held.kv is not None:
+                self._leave(self.held.kv)
         finally:
             self.give_buffer(is_free=is_free)
-            self.held = self.first_logits = None
+            self.held.kv = self.first_logits = None
             self.resources.shared.activity.end(self)
 
     def _leave(self, kv: RowKV) -> None:
@@ -410,13 +441,15 @@ class Prefilling:
         self.keep_apart()
         if (states := kv.own.states) is not None:
             kv.own.snapshots[states.length] = states
-        if not self.is_private:
+        if not self.held.is_private:
             learning.keep(sequences, self._prompt_kv(plan, kv), kv, plan)
         is_reused = self.method.takes is not Takes.NOTHING
         if is_reused:
             learning.see_to(self.tokens, plan)
-        if is_reused and not self.is_private and plan.positions is None:
-            settled = max(self.exact_length, len(self.beginning))  # a chat goes on from its own
+        if is_reused and not self.held.is_private and plan.positions is None:
+            settled = max(
+                self.held.exact_length, len(self.held.beginning)
+            )  # a chat goes on from its own
             self.resources.shared.settling.see(learning, self.ids, plan, settled)
         if (logits := self.first_logits) is not None and learning.write_back is not None:
             model, ids = self.resources.model, torch.from_numpy(self.ids[None])
@@ -426,13 +459,13 @@ class Prefilling:
 
     def _prompt_kv(self, plan: Plan, kv: RowKV) -> PromptKV:
         """A description of this KV, to be kept. The answer is as exact as the prompt before it."""
-        answer = np.asarray(self.answer, dtype=np.int64)
+        answer = np.asarray(self.held.answer, dtype=np.int64)
         ids = np.concatenate([self.ids, answer])[: kv.length]
-        exact = len(ids) if self.exact_length == len(self.ids) else self.exact_length
+        exact = len(ids) if self.held.exact_length == len(self.ids) else self.held.exact_length
         least = self.header_begin
         # What was made of harvested KV depends on texts that are not in this prompt, and it could
         # not be found when one of them is forgotten. So of that only the exact part is kept.
-        repair = "" if plan.harvested_from(len(self.beginning)) else self.repair
+        repair = "" if plan.harvested_from(len(self.held.beginning)) else self.repair
         return PromptKV(self.namespace, ids, (), exact, repair, plan.chunks, least)
 
     def branch_off(self, common: int) -> int:

@@ -65,7 +65,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.decoding = Decoding(self.prompt.resources.model, self.prompt.config)
-        self.prompt.answer = self.decoding.token_ids
+        self.prompt.held.answer = self.decoding.token_ids
 
     @property
     def finish_reason(self) -> str | None:
@@ -76,7 +76,7 @@ class Request:
     def _is_audited(self) -> bool:
         """Whether the first logits may differ from full prefill's, and it is time to compare."""
         prompt = self.prompt
-        may_differ = prompt.exact_length < len(prompt.tokens) and prompt.plan.positions is None
+        may_differ = prompt.held.exact_length < len(prompt.tokens) and prompt.plan.positions is None
         return may_differ and prompt.resources.shared.audits.is_due()
 
     def begin_answer(self) -> None:
@@ -178,7 +178,7 @@ class Request:
         """
         self.status, self.pending, self.draft = Status.WAITING, [], []
         self.prompt.give_buffer(is_free=is_free)
-        self.prompt.held = self.prompt.left = self.prompt.following = None
+        self.prompt.held.kv = self.prompt.left = self.prompt.following = None
         self.prompt.begin_with(NOTHING)
         self.is_adopted = False
 

@@ -250,7 +250,7 @@ class Scheduler:
         self, request: Request, logits: torch.Tensor, followed: Sequence[int] | None = None
     ) -> None:
         """Take a request's next tokens; finish it if its answer ends with them; see `take`."""
-        report, clock = request.prompt.report, request.prompt.clock
+        report, clock = request.prompt.report, request.prompt.asked.clock
         with self._failing(request):
             piece = request.take(logits, followed)
             request.status = Status.ANSWERING
@@ -267,7 +267,9 @@ class Scheduler:
         for request in self._batch:
             with self._failing(request):
                 is_answering = request.status is Status.ANSWERING
-                if is_answering and (followed := self._followed(request, request.prompt.answer)):
+                if is_answering and (
+                    followed := self._followed(request, request.prompt.held.answer)
+                ):
                     request.pending = []
                     self._take(request, *followed)
 
@@ -314,7 +316,7 @@ class Scheduler:
         self._open.discard(request)
         self._waiting.remove(request)
         request.prompt.report.output_tokens = len(request.decoding.token_ids)
-        request.prompt.report.total_ms = request.prompt.clock.total()
+        request.prompt.report.total_ms = request.prompt.asked.clock.total()
         try:
             self._batch.drop(request)
         except Exception:  # only caching failed: the answer is complete, and others go on

@@ -64,11 +64,15 @@ class Sharing:
         # Slots alone do not say where the tokens of a prompt with gaps stand.
         if not self._shares or prompt.plan.positions is not None or prompt.is_beyond_switch:
             return best, coming
-        wanted = prompt.ids[:-1][: prompt.exact_length]
+        wanted = prompt.ids[:-1][: prompt.held.exact_length]
         for one in self._prompts:
-            if one.namespace != prompt.namespace or one.is_private or one.kv.positions is not None:
+            if (
+                one.namespace != prompt.namespace
+                or one.held.is_private
+                or one.kv.positions is not None
+            ):
                 continue
-            length = min(common(wanted, one.ids), one.exact_length)
+            length = min(common(wanted, one.ids), one.held.exact_length)
             coming, length = max(coming, length), min(length, one.kv.length)
             if length > count:
                 count, best = length, Beginning(tuple(one.kv.cut(0, length)), length)
@@ -76,16 +80,16 @@ class Sharing:
 
     def begin(self, prompt: Prefilling) -> None:
         """Add a prompt of which only the beginning has KV; the batch computes the rest of it."""
-        runs = prompt.beginning.runs
+        runs = prompt.held.beginning.runs
         shared = self._common_runs(runs)
         own = self._slabs.take(len(prompt.ids) - sum(map(len, shared)) + prompt.room)
-        prompt.held = RowKV(own, len(prompt.beginning), runs).moved(shared, own)
+        prompt.held.kv = RowKV(own, len(prompt.held.beginning), runs).moved(shared, own)
         prompt.kv.lay_out(prompt.plan.positions)
         self._prompts.append(prompt)
 
     def hold(self, prompt: Prefilling) -> None:
         """Add a prompt all of whose KV is in its buffer, but for what is still computed."""
-        prompt.taken = tuple(self._common_runs(prompt.beginning.runs))
+        prompt.held.taken = tuple(self._common_runs(prompt.held.beginning.runs))
         self._prompts.append(prompt)
 
     def adopt(self, prompt: Prefilling) -> None:
@@ -96,12 +100,12 @@ class Sharing:
         """
         whole = prompt.kv.own
         named = {_name(p, whole): p for p in _unrepaired(prompt)} if self._shares else {}
-        shared = [*prompt.taken, *self._elsewhere(named)]
+        shared = [*prompt.held.taken, *self._elsewhere(named)]
         others = _buffers(one for one in self._prompts if one is not prompt)
         if shared and id(whole) not in others:
             own = self._slabs.take(len(prompt.ids) - sum(map(len, shared)) + prompt.room)
-            prompt.held = prompt.kv.moved(shared, own)
-        prompt.taken, prompt.chunks = (), named
+            prompt.held.kv = prompt.kv.moved(shared, own)
+        prompt.held.taken, prompt.held.chunks = (), named
 
     def leave(self, prompt: Prefilling) -> bool:
         """Remove a prompt whose answer is over, if it is here.
@@ -117,7 +121,7 @@ class Sharing:
             if name not in used:
                 self._slabs.give(one)
         self._slabs.drop_idle()
-        prompt.taken, prompt.chunks = (), {}
+        prompt.held.taken, prompt.held.chunks = (), {}
         return id(prompt.buffer) not in used
 
     def _common_runs(self, runs: Sequence[Run]) -> list[Run]:
@@ -134,7 +138,7 @@ class Sharing:
         found: list[Run] = []
         for name, place in sorted(named.items(), key=lambda item: item[1].begin):
             for one in self._prompts:
-                if (there := one.chunks.get(name)) is not None:
+                if (there := one.held.chunks.get(name)) is not None:
                     moved = place.begin - there.begin
                     for run in one.kv.cut(there.begin, there.end):
                         _join(found, Run(run.buffer, run.begin, run.end, run.slot + moved))
@@ -150,7 +154,7 @@ def _unrepaired(prompt: Prefilling) -> list[Placement]:
     return [
         place
         for place in prompt.plan.placements
-        if place.begin >= len(prompt.beginning)
+        if place.begin >= len(prompt.held.beginning)
         and isinstance(place.kv, ModuleKV)
         and (place.is_exact or not prompt.method.repairs)
     ]
@@ -159,7 +163,7 @@ def _unrepaired(prompt: Prefilling) -> list[Placement]:
 def _buffers(prompts: Iterable[Prefilling]) -> dict[int, KVBuffer]:
     """All buffers that must not be used for other KV, each once, by identity."""
     found = [buffer for one in prompts for buffer in one.kv.buffers()]
-    found += [run.buffer for one in prompts for run in one.taken]
+    found += [run.buffer for one in prompts for run in one.held.taken]
     return {id(buffer): buffer for buffer in found}
 
 

@@ -111,7 +111,7 @@ class Stream(Iterator[str]):
         read = partial(self._scheduler.read, self._request)
         if self._is_async:  # a loop has other things to do meanwhile
             short, long = _READERS
-            text = self._request.prompt.planner.text
+            text = self._request.prompt.asked.planner.text
             (long if len(text) > _LONG else short).submit(read)
         else:
             read()

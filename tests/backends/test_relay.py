@@ -24,7 +24,7 @@ from cached_rag.backends.transformers.kernels import (
     reference,
 )
 from cached_rag.kv.buffer import KVBuffer
-from cached_rag.kv.layers import KVShapes, LayerShape
+from cached_rag.kv.layers import KVShapes, LayerShape, stacks_of
 from cached_rag.kv.rows import Piece, RowKV, Run, Slab, SlabRow, Slabs, mask_of, pieces
 
 BATCHING = sorted(f for f in FAMILIES if tiny_model(f).can_batch)
@@ -300,8 +300,9 @@ def on(model, ids, count, base):
     """A prompt whose first `count` tokens' KV is in `base`, the others' in a buffer of its own."""
     whole = prefilled(model, ids)
     own = KVBuffer.like(model.shapes, len(ids) - count + 8)
-    own.keys[:, :, :, : len(ids) - count].copy_(whole.keys[:, :, :, count : len(ids)])
-    own.values[:, :, :, : len(ids) - count].copy_(whole.values[:, :, :, count : len(ids)])
+    for target, source in ((own.keys, whole.keys), (own.values, whole.values)):
+        for to, of in zip(stacks_of(target), stacks_of(source), strict=True):
+            to[:, :, :, : len(ids) - count] = of[:, :, :, count : len(ids)]
     return RowKV(own, len(ids), [Run(base, 0, count, 0)])
 
 

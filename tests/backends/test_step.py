@@ -9,6 +9,7 @@ from doubles import Plain
 
 from cached_rag.backends.base import StepInput
 from cached_rag.kv.buffer import KVBuffer
+from cached_rag.kv.layers import stacks_of
 from cached_rag.kv.rows import RowKV, Run, Slabs
 
 
@@ -68,8 +69,9 @@ def drafted(model):
         read[2][:33] = read[0]
         alone = KVBuffer.like(model.shapes, 40)
         model.prefill(alone, torch.tensor([read[2]]), num_logits=0)
-        begun.keys[:, :, :, :7].copy_(alone.keys[:, :, :, 33:])
-        begun.values[:, :, :, :7].copy_(alone.values[:, :, :, 33:])
+        for target, source in ((begun.keys, alone.keys), (begun.values, alone.values)):
+            for to, of in zip(stacks_of(target), stacks_of(source), strict=True):
+                to[:, :, :, :7] = of[:, :, :, 33:]
     return rows, read
 
 

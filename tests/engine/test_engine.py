@@ -407,7 +407,7 @@ def test_many_alike_entries_are_answered_as_full_prefill_answers_and_prose_is_re
             assert (auto.report.charged_recompute == 1) == is_alike
             # Nothing of them is placed in vain, and others may have what was computed.
             assert auto.report.modules_hit == (0 if is_alike else 4)
-            assert (auto.exact_length == len(auto.tokens)) == is_alike
+            assert (auto.held.exact_length == len(auto.tokens)) == is_alike
             assert ["all of them are" in one for one in auto.report.notes] == [True] * is_alike
             assert fast.report.notes == []
             for one in (full, auto, fast):
