@@ -39,7 +39,6 @@ class Request:
 
     Attributes:
         tenant: requests of different tenants take turns.
-        turn: its own, while it waits (`Waiting`).
         deliver: is called with every piece of the answer as soon as it is certain, on any thread.
         is_wanted: whether anybody still waits for the answer.
         is_adopted: others were offered its KV.
@@ -53,7 +52,6 @@ class Request:
 
     prompt: Prefilling
     tenant: str = ""
-    turn: int = 0
     deliver: Callable[[Item], None] = lambda _: None
     status: Status = Status.WAITING
     is_wanted: bool = True

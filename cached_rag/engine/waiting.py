@@ -6,9 +6,8 @@ import math
 import statistics
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
-from contextlib import suppress
 
 from cached_rag.engine.request import Request
 from cached_rag.errors import BusyError
@@ -18,7 +17,7 @@ _KEPT, _LEAST = 16, 4
 
 
 class Waiting:
-    """The queue: one request of each tenant after the other, in turns.
+    """The queue: one request of each tenant after the other, in a circle.
 
     A request whose prompt is not read yet lets others go first. Safe for several threads.
     """
@@ -31,19 +30,22 @@ class Waiting:
         """
         self._bound, self._max_seconds = bound, max_seconds
         self._pace = Pace()
-        self._queue: list[Request] = []  # those of a turn as they came
-        self._turn = 0  # in which requests are admitted now
+        self._tenants: OrderedDict[str, deque[Request]] = OrderedDict()
         # Reentrant: the garbage collector may drop a stream, and so come back, at any point.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        return len(self._queue)
+        with self._lock:
+            return sum(map(len, list(self._tenants.values())))
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(list(self._queue))
+        with self._lock:
+            return iter(
+                [request for line in list(self._tenants.values()) for request in list(line)]
+            )
 
     def add(self, request: Request, free: int = 0) -> None:
-        """Queue a request for its tenant's next turn.
+        """Put a request at the end of its tenant's line.
 
         Args:
             free: number of requests that can be admitted at once, so they do not count as waiting.
@@ -52,23 +54,24 @@ class Waiting:
             BusyError: too many requests wait already, or too long.
         """
         with self._lock:
-            own = [one.turn + 1 for one in self._queue if one.tenant == request.tenant]
-            request.turn = max([self._turn, *own])
-            self._check(request, len(own), len(self) - free)
-            self._put(len(self), request)
+            self._check(request.tenant, len(self) - free)
+            self._line(request.tenant).append(request)
 
-    def _put(self, place: int, request: Request) -> None:
-        if not self._queue:
+    def _line(self, tenant: str) -> deque[Request]:
+        """A tenant's line, to which a request is added now."""
+        if not self._tenants:
             self._pace.start()
-        self._queue.insert(place, request)
+        return self._tenants.setdefault(tenant, deque())
 
-    def _check(self, request: Request, own: int, count: int) -> None:
-        """Raise if a request may not wait, besides so many others, and so many of its tenant."""
+    def _check(self, tenant: str, count: int) -> None:
+        """Raise if a tenant's next request may not wait, besides so many others."""
         if count <= 0:
             return
-        ahead = sum(one.turn <= request.turn for one in self._queue)
+        # The tenants take turns, so of the others' lines only so much goes before it.
+        own = len(self._tenants.get(tenant, ()))
+        ahead = sum(min(len(line), own + 1) for line in self._tenants.values())
         seconds = self._pace.seconds(min(count, ahead))
-        if self._bound is not None and self._is_full(self._bound, count, own, request.tenant):
+        if self._bound is not None and self._is_full(self._bound, count, own, tenant):
             raise BusyError(
                 f"{count} requests wait already, and no more may; {_again(seconds)} max_waiting "
                 "(BatchConfig; of a server, --max-waiting)",
@@ -89,31 +92,38 @@ class Waiting:
         Whoever fills the queue leaves the others their share of it. These are let in beyond the
         bound, which bounds what each of them has, and twice of which bounds all of them.
         """
-        share = bound // len({tenant, *(one.tenant for one in self._queue)})
+        share = bound // len(self._tenants.keys() | {tenant})
         return count >= 2 * bound or (count >= bound and own >= share)
 
     def put_back(self, request: Request) -> None:
         """Queue a request that was admitted again, before all others."""
         with self._lock:
-            request.turn = -1
-            self._put(0, request)
+            self._line(request.tenant).appendleft(request)
+            self._tenants.move_to_end(request.tenant, last=False)
 
     def first(self) -> Request | None:
         """The request that is to be admitted next, or dropped if nobody wants it; None if none."""
-        ready = (one for one in self if one.prompt.reading or not one.is_wanted)
-        return min(ready, key=lambda one: one.turn, default=None)
+        with self._lock:
+            return next((one for one in self if one.prompt.reading or not one.is_wanted), None)
 
     def admit(self, request: Request) -> None:
         """Take out a request whose answer is begun."""
         with self._lock:
-            self._turn = max(self._turn, request.turn)
             self.remove(request)
             self._pace.note()
 
     def remove(self, request: Request) -> None:
-        """Take a request out, if it is here."""
-        with self._lock, suppress(ValueError):
-            self._queue.remove(request)
+        """Take a request out, if it is here. If it was the first, its tenant goes to the end."""
+        with self._lock:
+            line = self._tenants.get(request.tenant)
+            if line is None or request not in line:
+                return
+            is_first = self.first() is request
+            line.remove(request)
+            if not line:
+                self._tenants.pop(request.tenant, None)
+            elif is_first:
+                self._tenants.move_to_end(request.tenant)
 
 
 def _again(seconds: float) -> str:

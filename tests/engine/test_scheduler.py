@@ -188,9 +188,33 @@ def test_queue_lets_others_go_before_who_is_not_read_yet():
             ready.prompt.reading = read
         order.append(waiting.first())
         waiting.remove(order[-1])
-    assert order == [others[2], others[0], unread[1], others[3], others[1]]
+    assert order == [others[0], others[2], unread[1], others[1], others[3]]
     assert list(waiting) == unread[:1]
     assert waiting.first() is None
+
+
+def test_who_asks_again_as_soon_as_he_is_answered_does_not_go_before_who_waits():
+    waiting, order = Waiting(None), []
+    for tenant in "bbba":
+        waiting.add(queued(tenant, object()))
+    for _ in range(6):
+        first = waiting.first()
+        waiting.admit(first)
+        order.append(first.tenant)
+        if first.tenant == "a":
+            waiting.add(queued("a", object()))
+    assert order == [*"bababa"]
+
+
+def test_who_cancels_some_does_not_wait_for_them():
+    waiting = Waiting(None)
+    asked = [queued(tenant, object()) for tenant in "aaaabb"]
+    for one in asked:
+        waiting.add(one)
+    for one in asked[:3]:
+        waiting.remove(one)
+    waiting.admit(waiting.first())
+    assert waiting.first() is asked[3]
 
 
 def test_queue_refuses_who_would_wait_too_long(monkeypatch):
