@@ -295,7 +295,7 @@ class Scheduler:
             if followed is None:
                 break
             _, draft = followed
-            pairs = zip(draft, answer[1:], strict=False)
+            pairs = zip(draft, answer[1:-1], strict=False)  # the last one is still to be computed
             accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             request.prompt.kv.length += accepted
             answer = answer[1 + accepted :]

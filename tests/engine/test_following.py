@@ -176,6 +176,33 @@ def test_an_answer_set_back_while_it_is_followed_is_the_same(opened, after):
     assert stream.report.recomputed_tokens == expected.report.recomputed_tokens
 
 
+@pytest.mark.parametrize("ratio", [0.05, 1])
+def test_an_answer_set_back_computes_its_last_token_though_it_is_drafted_now(
+    opened, monkeypatch, ratio
+):
+    """As other KV may draft otherwise, such as what another prompt has left meanwhile."""
+    options = {"method": f"anchorflow:follow_tokens=4,follow_ratio={ratio}", **LENGTH}
+    options |= {"temperature": 2.0, "seed": 3}
+    expected = opened.generate(PROMPTS[0], **options).token_ids
+    scheduler, stream = opened.scheduler, opened.stream(PROMPTS[0], **options)
+    stream.start()
+    while len(stream.token_ids) < 2:
+        scheduler.turn()
+    (request,) = scheduler._batch
+    with scheduler._turning:
+        scheduler._batch.set_back(request)
+
+    def right(model, buffer, token_ids, most):
+        done = len(token_ids) - len(request.prompt.ids)
+        return list(expected[done : done + most])
+
+    monkeypatch.setattr("cached_rag.engine.prompt.likeliest", right)
+    scheduler.turn()
+    assert request.pending
+    assert request.prompt.kv.length == len(request.prompt.ids) + len(stream.token_ids) - 1
+    assert stream.result().token_ids[:2] == expected[:2]
+
+
 def test_answers_share_once_they_are_followed_no_more(opened, monkeypatch):
     adopted, adopt = [], Sharing.adopt
     monkeypatch.setattr(Sharing, "adopt", lambda *args: (adopted.append(args[1]), adopt(*args)))
