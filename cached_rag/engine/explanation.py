@@ -244,8 +244,8 @@ class Explanation:
             "counts": _plain(trace.counts),
             "parts": [
                 {
-                    "name": name,
                     **dataclasses.asdict(part),
+                    "name": name,
                     "counts": _plain(part.counts),
                     "tokens": part.tokens,
                 }

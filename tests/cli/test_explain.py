@@ -159,6 +159,13 @@ def test_text_for_a_terminal(answer):
     assert "full prefill" not in shown.lower()
 
 
+def test_plain_values_name_parts_as_the_page_does(answer):
+    shown = answer.explain()
+    names = [part["name"] for part in shown.to_dict()["parts"]]
+    assert names == shown.called
+    assert any(name.startswith("0.50  b.txt #0") for name in names)
+
+
 def test_sources_that_are_not_in_the_prompt_are_named(answer):
     other = Hit("Nothing of this stands in the prompt at all.", "d.txt", "", 0, 0.4)
     more = dataclasses.replace(answer, sources=(*answer.sources, other))
