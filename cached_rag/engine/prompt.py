@@ -401,7 +401,7 @@ class Prefilling:
         self.report.charged_recompute += pairs / (len(self.tokens) * model.shapes.num_layers)
         self.report.recomputed_tokens += len(rows)
         self.report.cached_tokens -= len(rows)
-        self.trace_source.repair(rows)
+        self.trace_source = self.trace_source.repaired(rows)
         return logits, draft
 
     @property

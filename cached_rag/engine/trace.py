@@ -111,7 +111,7 @@ class Trace:
 _Part = tuple[int, int, TracePart]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TraceSource:
     """What a trace is made of: of an engine the tokenizer alone, so that the rest can be freed.
 
@@ -132,10 +132,11 @@ class TraceSource:
     tokenization: Tokenization
     profile_key: ProfileKey
 
-    def repair(self, rows: torch.Tensor) -> None:
-        """Note (num_rows,) slots, all of tokens with KV, that were computed again."""
-        self.kinds[rows.cpu().numpy()] = _KINDS.index(Kind.REPAIRED)
-        self.__dict__.pop("trace", None)
+    def repaired(self, rows: torch.Tensor) -> TraceSource:
+        """The same, but (num_rows,) slots, all of tokens with KV, were computed again."""
+        kinds = self.kinds.copy()  # whoever reads this one meanwhile sees none of it
+        kinds[rows.cpu().numpy()] = _KINDS.index(Kind.REPAIRED)
+        return replace(self, kinds=kinds)
 
     @cached_property
     def trace(self) -> Trace:

@@ -116,6 +116,23 @@ def test_an_explanation_shows_what_following_recomputed(opened):
     assert found.trace.counts[Kind.REPAIRED] > plain.trace.counts[Kind.REPAIRED]
 
 
+def test_a_trace_that_is_made_while_its_answer_is_followed_hides_nothing(opened, monkeypatch):
+    options = {"method": FOLLOWS, **LENGTH, "temperature": 2.0, "seed": 3}
+    stream = opened.stream(PROMPTS[0], **options)
+    stream.start()
+    while not stream.token_ids:
+        opened.scheduler.turn()
+
+    def slowly(key):
+        while len(stream.token_ids) < 4:
+            opened.scheduler.turn()
+
+    monkeypatch.setattr("cached_rag.engine.trace.kept_profile", slowly)
+    assert sum(stream.trace.counts.values()) == stream.report.prompt_tokens
+    found = stream.result()
+    assert found.trace.counts[Kind.REPAIRED] == found.report.recomputed_tokens
+
+
 def test_nothing_is_left_when_a_token_chooses_all(opened):
     found = opened.generate(
         PROMPTS[0], method="anchorflow:follow_tokens=3,follow_ratio=1", **LENGTH
