@@ -216,9 +216,8 @@ class Engine:
             for name in [name for name, engine in _SHARED.items() if engine is self]:
                 del _SHARED[name]
         owns_all, mine = self._owns_scheduler, self._resources
-        archive, remote = (
-            (mine.shared.archive, self.library.shelf.remote) if owns_all else (None, None)
-        )
+        archive = mine.shared.archive if owns_all else None
+        remote = self.library.shelf.remote if owns_all else None
         try:
             if owns_all:
                 self.scheduler.close()

@@ -201,7 +201,7 @@ class _Work:
 
     @cached_property
     def buffer(self) -> KVBuffer:
-        """Taken when the work is begun, with what is there already, and exact."""
+        """Taken when the work is begun, with what is there already, and exact; sets `done`."""
         buffer = KVBuffer.like(self.model.shapes, len(self.ids))
         kept, self.done = self.sequences.beginning(self.namespace, self.ids)
         for run in kept.cut(self.done) if kept else ():
@@ -210,7 +210,7 @@ class _Work:
         return buffer
 
     def _compute(self) -> None:
-        buffer = self.buffer
+        buffer = self.buffer  # first, as that may set `done`
         end = min(self.done + _PIECE, len(self.ids))
         if end > self.done:
             slots = torch.arange(self.done, end)

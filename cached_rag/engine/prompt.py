@@ -221,7 +221,8 @@ class HeldKV:
         chunks: those that are not repaired, by the name that `Sharing` gives them. A name contains
             the address of the KV, which is held here, so that no other KV comes to have it.
         taken: KV of other prompts that `Sharing.adopt` will share; until then it must not be freed.
-        is_private: no other prompt may use its KV, as it contains a text that was forgotten, say.
+        is_private: no other prompt may use its KV, as it has a text that was forgotten, or for what
+            `Prefilling.keep_apart` knows of it.
         answer: the tokens of its answer so far, of which a prompt that was set back has some.
     """
 
@@ -433,28 +434,22 @@ class Prefilling:
 
     def _leave(self, kv: RowKV) -> None:
         """Keep KV for prompts that begin alike, and offer missed chunks to the background."""
-        plan, learning, sequences = (
-            self.plan,
-            self.resources.learning,
-            self.resources.shared.sequences,
-        )
+        plan, learning, shared = self.plan, self.resources.learning, self.resources.shared
         self.keep_apart()
         if (states := kv.own.states) is not None:
             kv.own.snapshots[states.length] = states
         if not self.held.is_private:
-            learning.keep(sequences, self._prompt_kv(plan, kv), kv, plan)
+            learning.keep(shared.sequences, self._prompt_kv(plan, kv), kv, plan)
         is_reused = self.method.takes is not Takes.NOTHING
         if is_reused:
             learning.see_to(self.tokens, plan)
         if is_reused and not self.held.is_private and plan.positions is None:
-            settled = max(
-                self.held.exact_length, len(self.held.beginning)
-            )  # a chat goes on from its own
-            self.resources.shared.settling.see(learning, self.ids, plan, settled)
+            # A chat goes on from its own.
+            settled = max(self.held.exact_length, len(self.held.beginning))
+            shared.settling.see(learning, self.ids, plan, settled)
         if (logits := self.first_logits) is not None and learning.write_back is not None:
             model, ids = self.resources.model, torch.from_numpy(self.ids[None])
-            compare = self.resources.shared.audits.compare
-            audit = partial(compare, spelled(self.method), model, ids, logits)
+            audit = partial(shared.audits.compare, spelled(self.method), model, ids, logits)
             learning.write_back.offer(("audit", id(logits)), audit, lasts=False)
 
     def _prompt_kv(self, plan: Plan, kv: RowKV) -> PromptKV:

@@ -265,11 +265,11 @@ class Scheduler:
     def _follow(self) -> None:
         """Compute answers' last tokens, and what they need of the prompt, where repair goes on."""
         for request in self._batch:
+            if request.status is not Status.ANSWERING:
+                continue
             with self._failing(request):
-                is_answering = request.status is Status.ANSWERING
-                if is_answering and (
-                    followed := self._followed(request, request.prompt.held.answer)
-                ):
+                followed = self._followed(request, request.prompt.held.answer)
+                if followed is not None:
                     request.pending = []
                     self._take(request, *followed)
 

@@ -173,11 +173,11 @@ class TraceSource:
     def _parts(self) -> Iterator[_Part]:
         """The chunks, and other runs of tokens with KV, in any order."""
         for match in self.matches:
-            state = "unused" if match.encoded_after else "missed"
+            part = TracePart(state="unused" if match.encoded_after else "missed")
             used = max(self.uses, key=lambda use: _common(use, match), default=None)
-            if used is None or _common(used, match) <= 0:
-                used = 0, 0, TracePart(state=state)
-            part = replace(used[2], digest=match.chunk.text_digest)
+            if used is not None and _common(used, match) > 0:
+                part = used[2]
+            part = replace(part, digest=match.chunk.text_digest)
             yield self._counted(match.begin, match.end, part)
         for use in self.uses:
             if all(_common(use, match) <= 0 for match in self.matches):
