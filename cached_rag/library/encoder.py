@@ -145,21 +145,21 @@ class Encoder:
         tokens = sum(sum(map(len, w)) * len(self._ways(behind)) for behind, w in passes.items())
         if tokens:
             total(tokens)
-        for behind, wanted in passes.items():
-            # Answers go on between batches, and progress is told there, so that it may ask, too.
-            for records, window in list(self._batches(order, behind, wanted)) or [([], None)]:
+        texts = {ids: item for wanted in passes.values() for ids, item in wanted.items()}
+        for records, window in list(self._batches(order, texts)) or [([], None)]:
+            for behind in passes:  # of what ends early, or is dropped again, texts have all KV
+                # Answers go on meanwhile, and progress is told there, so that it may ask, too.
                 encode = partial(self._encode, behind, records, window)
                 chunks, count = exclusively(self.model, encode)
                 if chunks:
                     progress(chunks, count)
         self._warn_of_lost(order)
-        encoded = len({ids for wanted in passes.values() for ids in wanted})
         seconds = time.perf_counter() - started
         sources = [(EncodedAfter(()), behind.prefix_ids) for behind in passes]
         sources += [(behind, record.token_ids) for behind in passes for record, _ in order.records]
         return EncodeSummary(
-            encoded=encoded,
-            present=len(order.records) - encoded if passes else 0,
+            encoded=len(texts),
+            present=len(order.records) - len(texts) if passes else 0,
             skipped=order.skipped,
             tokens=tokens,
             seconds=seconds,
@@ -167,19 +167,20 @@ class Encoder:
         )
 
     def _batches(
-        self, order: Order, behind: EncodedAfter, wanted: dict[Ids, Item]
+        self, order: Order, wanted: dict[Ids, Item]
     ) -> Iterator[tuple[list[Item], Window | None]]:
         """The wanted texts in batches: parts of documents, and others, which stand alone.
 
         Behind a fixed context, chunks of a document stand behind each other, too.
         """
         alone = dict(wanted)
-        is_fixed = self.start(behind) is not None
-        for items in order.documents if is_fixed else ():
+        fixed = [one for one in order.behinds if self.start(one) is not None]
+        rooms = (self._left(behind) - max(self._before(behind)) for behind in fixed)
+        most = min([BATCH_TOKENS, *rooms])
+        for items in order.documents if fixed else ():
             if len(items) < 2:
                 continue
             chunks = [record.token_ids for record, _ in items]
-            most = min(BATCH_TOKENS, self._left(behind) - max(self._before(behind)))
             for part in windows(chunks, alone.__contains__, self._between, most):
                 yield [alone.pop(ids) for ids in part.chunks if ids in alone], part
         for batch in batches([*alone]):
@@ -202,7 +203,7 @@ class Encoder:
     ) -> tuple[int, int]:
         """Prefill those of a batch's texts that have no KV by now; says how many, of what length.
 
-        Without texts the head alone is encoded, if it is new.
+        Without texts the head alone is encoded, if it is new. A window is for fixed contexts only.
         """
         wanted = self._wanted(behind, records)
         if not wanted and behind in self.library.encoded_after():
@@ -287,7 +288,7 @@ class Encoder:
             if self.model.keeps_states:
                 spaced = chain.from_iterable((*ids, *self._between) for ids in ways[0])
                 found = encode_composed(self.model, (*behind.prefix_ids, *spaced), chunks)
-            elif window is None or len(groups) > 1:
+            elif window is None or len(groups) > 1 or self.start(behind) is None:
                 found = encode_chunks(self.model, self._bases(behind, head, ways), chunks)
             else:
                 found = window.encode(self.model, self._bases(behind, head, ways))

@@ -154,3 +154,17 @@ def test_memory_that_is_too_small_for_what_is_encoded_is_said(caplog):
     with Engine(model, StoreConfig()) as engine:
         engine.encode(CHUNKS)
     assert caplog.text == ""
+
+
+def test_texts_that_were_encoded_before_an_interruption_have_all_their_kv(engine, monkeypatch):
+    def stop(_):
+        if len(engine.library.encoded_after()) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("cached_rag.library.encode.BATCH_TOKENS", 1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.encode(CHUNKS, head_of(engine), progress=stop)
+    records = engine._encoder.records_of(CHUNKS)
+    held = [engine.library.present(one, records) for one in engine.library.encoded_after()]
+    assert [len(one) for one in held] == [1, 1]
+    assert held[0] == held[1]
