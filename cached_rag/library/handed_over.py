@@ -15,10 +15,10 @@ import re
 import threading
 import time
 import unicodedata
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
-from cachetools import LRUCache
 
 from cached_rag.backends.prompt_text import Tokens
 from cached_rag.kv.fingerprint import digest
@@ -45,7 +45,8 @@ class HandedOver:
     """The last texts that were retrieved. Safe for several threads."""
 
     def __init__(self) -> None:
-        self._texts: LRUCache[str, float] = LRUCache(_MOST)  # and when each is no longer awaited
+        # And when each is no longer awaited; the last ones to be retrieved last.
+        self._texts: OrderedDict[str, float] = OrderedDict()
         self._told: set[str] = set()
         self._lock = threading.Lock()
 
@@ -53,7 +54,11 @@ class HandedOver:
         """Expect texts in a prompt to come."""
         until = time.monotonic() + _SECONDS
         with self._lock:
-            self._texts.update((text.strip(), until) for text in texts)
+            for text in texts:
+                self._texts[text.strip()] = until
+                self._texts.move_to_end(text.strip())
+            while len(self._texts) > _MOST:
+                self._texts.popitem(last=False)
 
     def forget(self, text_digests: Collection[str]) -> None:
         """Expect texts no more, and do not hold them."""

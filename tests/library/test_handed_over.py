@@ -191,6 +191,9 @@ def test_only_so_many_texts_are_remembered(engine, monkeypatch):
     engine.prefetch([TEXT])
     engine.prefetch([OTHER, "x" * 100])
     assert ask(engine, TEXT[:500]).report.cached_tokens == 0
+    ask(engine, "Something else.", OTHER)  # which now came last, whatever is asked
+    engine.prefetch([TEXT])
+    assert ask(engine, OTHER[:700], method="reuse").report.cached_tokens > 0
 
 
 def test_texts_that_are_too_short_to_be_known_are_not_missed(engine):
