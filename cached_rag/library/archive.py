@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -49,8 +49,8 @@ class PromptArchive(Disk):
             writing: does the writing in the background.
         """
         self._kept, self._model, self._device, self._writing = kept, model, device, writing
-        # Those that `Sequences` keeps, so they take no memory beyond its bound.
-        self._waiting: WeakSet[PromptKV] = WeakSet()
+        # In order those that `Sequences` keeps, so they take no memory beyond its bound.
+        self._waiting: WeakKeyDictionary[PromptKV, None] = WeakKeyDictionary()
         self._known: dict[object, PromptKV] = {}
         self._lock = threading.RLock()  # as in `Activity`
 
@@ -134,7 +134,7 @@ class PromptArchive(Disk):
         Those that it supersedes go.
         """
         with self._lock:
-            self._waiting.add(prompt)
+            self._waiting[prompt] = None
         self._writing.offer(object(), self._write_one)  # as often as there is something to write
 
     def _write_one(self) -> None:
@@ -152,7 +152,7 @@ class PromptArchive(Disk):
         self._writing.close(0)
         if time.monotonic() >= deadline:
             return
-        self._waiting.update(prompts)
+        self._waiting.update(dict.fromkeys(prompts))
         told = [one for one in prompts if self._tell(one)]  # in the order in which they may go
         try:
             while told and time.monotonic() < deadline:
@@ -172,7 +172,7 @@ class PromptArchive(Disk):
         with self._lock, _logged(_UNWRITTEN):
             if prompt not in self._waiting:
                 return False  # a text in it was forgotten
-            self._waiting.remove(prompt)
+            del self._waiting[prompt]
             mine = [one for one, _ in self._mine(prompt.namespace) if one.name == new.name]
             if any(len(one.stated) >= len(new.stated) for one in mine):
                 self._touch(new)  # that one can serve as many prompts
@@ -219,7 +219,7 @@ class PromptArchive(Disk):
         with self._lock:
             for one in list(self._waiting):
                 if one.namespace == namespace and one.find(text_digest, token_ids) is not None:
-                    self._waiting.discard(one)
+                    self._waiting.pop(one, None)
 
 
 @contextmanager

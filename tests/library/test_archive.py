@@ -238,6 +238,19 @@ def test_what_waits_to_be_written_takes_no_memory_beyond_the_bound(tmp_path):
         assert kept(tmp_path) == []
 
 
+def test_what_was_used_last_is_written_last_so_it_goes_last(tmp_path):
+    with Engine(tiny_model("llama"), on_disk(tmp_path)) as engine:
+        written, waiting = engine._resources.shared.archive, []
+        engine._resources.shared.activity.begin(written)
+        for number in range(4):
+            first = ask(shuffled(number), system=f"{number}. {HEAD}")
+            engine.generate(later_turn(engine.generate(first, **OPTIONS), first), **OPTIONS)
+            waiting.append(tuple(engine.sequences._kept[-1].ids.tolist()))
+        engine._resources.shared.activity.end(written)
+        written._writing.drain()
+        assert [one.ids for one in kept(tmp_path)] == waiting
+
+
 @pytest.mark.parametrize("written", [1, 3])
 def test_what_was_used_last_is_written_first_when_the_time_is_short(
     written, tmp_path, monkeypatch, caplog
