@@ -119,7 +119,6 @@ class Engine:
             maker,
             model.shapes.device,
             beside.library if beside else None,
-            forgotten=self._let_go,
             remote=remote,
         )
         self.tokenization = Tokenization(model.tokenizer, chat_template_kwargs)
@@ -135,6 +134,7 @@ class Engine:
         self.scheduler: Scheduler = (
             beside.scheduler if beside else Scheduler(model, batch or BatchConfig(), self.sequences)
         )
+        self.library.when_forgotten(self._let_go)  # which needs all of these
 
     @classmethod
     def load(

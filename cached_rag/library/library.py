@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
 import torch
 
@@ -33,6 +33,8 @@ from cached_rag.library.shelf import Shelf, Source, Wanted, memory_tiers
 _log = logging.getLogger(__name__)
 # Most tokens of texts that were learned from prompts. A token of a known text takes some 70 bytes.
 LEARNED_TOKENS = 1 << 18
+# Is told of chunks that were removed.
+Forgotten = Callable[[Sequence[ChunkRecord]], object]
 # Held while a library begins or ceases to use what others know, too.
 _SHARING = threading.Lock()
 
@@ -46,7 +48,7 @@ class Known:
         encoded_after: what they stood behind, the longest prefix first; of those with the same
             prefix, the one of the highest rank.
         lock: to be held while any of these is changed.
-        users: number of libraries that use it.
+        users: the open libraries that use it.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -54,7 +56,7 @@ class Known:
         self.table = ChunkTable()
         self.encoded_after: list[EncodedAfter] = []
         self.lock = threading.Lock()
-        self.users = 0
+        self.users: WeakSet[Library] = WeakSet()
 
     def surplus(self) -> list[str]:
         """The learned texts that go, so that those that stay have at most `LEARNED_TOKENS`."""
@@ -99,7 +101,6 @@ class Library:
         device: torch.device | None = None,
         beside: Library | None = None,
         *,
-        forgotten: Callable[[Sequence[ChunkRecord]], object] | None = None,
         remote: RemoteTier | None = None,
     ) -> None:
         """Open the files that the configuration names, and finish interrupted removals.
@@ -108,8 +109,6 @@ class Library:
             maker: the model, as KV in the store is marked with it.
             device: where the model computes; None for the CPU.
             beside: another tenant's, whose memory this one shares; None for memory of its own.
-            forgotten: a method that is called with chunks that were removed, by this process or
-                another. Its object is not kept alive by the library.
             remote: the tier on another machine, which is not closed with the library.
 
         Files that cannot be opened are logged, and nothing is kept on disk; see `check_kept`.
@@ -131,15 +130,15 @@ class Library:
         self.shelf: Shelf = Shelf(maker.model, self.namespace, tiers, disk, remote, self._deletions)
         self.handed_over = HandedOver()
         self._shares_memory = beside is not None
+        self._forgotten: WeakMethod[Forgotten] | None = None
         # What is known in memory, by the names of tenants.
         self._tenants: dict[str, Known] = {} if beside is None else beside._tenants
         with _SHARING:
             if catalog is None and self.namespace not in self._tenants:
                 self._tenants[self.namespace] = Known(Catalog(IN_MEMORY, maker, self.namespace))
             self.known = self._tenants[self.namespace] if catalog is None else Known(catalog)
-            self.known.users += 1
+            self.known.users.add(self)
         self._catalog, self.table = self.known.catalog, self.known.table
-        self._forgotten = None if forgotten is None else WeakMethod(forgotten)
         self._last_row = self._version = 0
         self.seen = self._evictions = self._num_removals = self._forgets = 0
         self._removals = self._finished()
@@ -175,7 +174,7 @@ class Library:
         """
         self.shelf.close()
         with _SHARING:
-            self.known.users -= 1
+            self.known.users.discard(self)
             if self.known.users:
                 return
             if self._tenants.get(self.namespace) is self.known:
@@ -218,11 +217,19 @@ class Library:
             self._last_row = row
         return gone
 
+    def when_forgotten(self, tell: Forgotten) -> None:
+        """Have a method called with chunks that were removed, by this process or another.
+
+        Its object is not kept alive by the library.
+        """
+        self._forgotten = WeakMethod(tell)
+
     def _let_go(self, chunks: Sequence[ChunkRecord]) -> None:
-        """Delete the KV of removed chunks from memory, and tell the engine."""
+        """Delete the KV of removed chunks from memory, and tell all engines that knew them."""
         self._drop_from_memory(chunks)
-        forgotten = None if self._forgotten is None else self._forgotten()
-        if chunks and forgotten is not None:
+        with _SHARING:
+            methods = [one._forgotten for one in self.known.users if chunks and one._forgotten]
+        for forgotten in filter(None, (method() for method in methods)):
             forgotten(chunks)
 
     def _drop_from_memory(self, chunks: Iterable[ChunkRecord]) -> None:

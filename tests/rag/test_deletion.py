@@ -490,8 +490,11 @@ def test_engines_of_one_tenant_know_the_same_without_a_store():
         for engine in (one, other):
             assert engine.generate(f"{LONG}\n\nWho?", max_tokens=2).report.modules_hit == 1
         assert stranger.generate(f"{LONG}\n\nWho?", max_tokens=2).report.modules_hit == 0
+        one.prefetch([LONG])
         assert other.forget([LONG]) == 1
         assert one.generate(f"{LONG}\n\nWho?", max_tokens=2).report.modules_hit == 0
+        assert one.library.handed_over._texts == {}
+        assert one._encoder._last == {}  # where a removed text may stand before others
 
 
 def test_a_tenant_that_comes_back_without_a_store_can_delete_all_it_had():
