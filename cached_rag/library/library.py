@@ -311,6 +311,7 @@ class Library:
 
         Chunks that cannot be written to the catalog now are prefilled as any text.
         """
+        self.refresh()  # what another process has removed is made known again
         with self.shelf.spared():
             known = {one.text_digest for one in chunks if self.table.by_digest(one.text_digest)}
             given = known.difference(self._catalog.learned() if known else ())

@@ -483,6 +483,15 @@ def test_what_another_engine_made_known_goes_from_this_ones_memory_too(kept):
         assert one.generate(prompt, max_tokens=2).report.kept_tokens == 0
 
 
+def test_a_text_that_another_process_forgot_can_be_registered_again(kept):
+    model = tiny_model("llama")
+    with Engine(model, kept) as one, Engine(model, kept) as other:
+        one.register([LONG])
+        other.forget([LONG])
+        one.register([LONG])
+        assert one.generate(f"{LONG}\n\nWho?", max_tokens=2).report.modules_missed == 1
+
+
 def test_engines_of_one_tenant_know_the_same_without_a_store():
     with Engine(tiny_model("llama"), StoreConfig(write_back=False, sequence_bytes=0)) as first:
         one, other, stranger = first.tenant("a"), first.tenant("a"), first.tenant("b")
