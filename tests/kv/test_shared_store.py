@@ -460,7 +460,7 @@ def test_kv_that_was_rounded_elsewhere_is_not_exact_without_a_disk_either(tmp_pa
         prompt = f"{head}{text} Which of these turns green?"
         request = engine.prefill(prompt, method="prefix", max_tokens=2)
         assert request.report.cached_tokens > 50
-        assert request.exact_length == 0
+        assert request.held.exact_length == 0
         request.release()
         engine.generate(prompt, method="prefix", max_tokens=2)
         assert engine.generate(prompt, method="full", max_tokens=2).report.kept_tokens == 0
