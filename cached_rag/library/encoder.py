@@ -382,7 +382,7 @@ class Encoder:
 
         The last result is kept, because all batches of an index have the same before them.
         """
-        if not any(ways):
+        if not any(ways):  # the last result stays: a batch is encoded behind a head alone, too
             return [head] * len(ways)
         if (last := self._last.get((behind, ways))) is not None:
             return last

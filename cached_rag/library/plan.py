@@ -372,8 +372,9 @@ def _head(
     """
     for prefix_ids in prefixes:
         length = min(shared(prefix_ids, ids), len(ids) - 1)
-        found = library.shelf.best_encoding([EncodedAfter(())], prefix_ids, lazy=False)
-        if length and found:
+        if not length:  # nothing stands before lone chunks, where there is no BOS token
+            continue
+        if found := library.shelf.best_encoding([EncodedAfter(())], prefix_ids, lazy=False):
             _, kv, origin = found
             part = kv.slice(0, length)
             return [Placement(0, part, is_exact=True, is_chunk=False, origin=origin)]
