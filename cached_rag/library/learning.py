@@ -100,7 +100,8 @@ class Learning:
         except StoreError as error:
             _log.warning("texts that recur in prompts could not be made known: %s", error)
         if generation != self.library.generation:  # texts were forgotten meanwhile
-            self.library.remove([digest(run) for run in runs])
+            with self.library.shelf.spared():  # what cannot go now goes with the next deletion
+                self.library.remove([digest(run) for run in runs])
         return bool(runs)
 
     def see_to(self, tokens: Tokens, plan: Plan) -> None:

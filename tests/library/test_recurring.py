@@ -84,6 +84,24 @@ def test_texts_that_cannot_be_made_known_cost_no_answer(engine, monkeypatch, cap
     assert "could not be made known: the disk is full" in caplog.text
 
 
+def test_texts_that_cannot_be_forgotten_again_cost_no_answer(engine, monkeypatch, caplog):
+    learn = engine.library.learn
+
+    def meanwhile(chunk):
+        learn(chunk)
+        engine.forget(["Another text, which goes while this one is learned."])
+        monkeypatch.setattr(engine.library, "learn", learn)
+        monkeypatch.setattr(engine.library, "remove", fails)
+
+    def fails(_):
+        raise StoreError("the remote store does not answer")
+
+    monkeypatch.setattr(engine.library, "learn", meanwhile)
+    for names in ("AB", "BA"):
+        assert ask(engine, names).output_tokens > 0
+    assert "the remote store does not answer" in caplog.text
+
+
 def test_unrelated_prompts_teach_nothing(engine):
     for names in ("AB", "CD", "EF"):
         ask(engine, names)
