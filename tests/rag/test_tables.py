@@ -22,6 +22,8 @@ COMMAS = "Row 1:\n  Name, Vorname: Meier, Max\n  Ort: Bonn\n\nRow 2:"
         ("ragged.csv", 'a,b\n1,2,"with, lever"', "Row 1:\n  a: 1\n  b: 2\n  with, lever"),
         ("semicolons.csv", "a;b\n1,5;2,5\n3,5;4,5\n", "Row 1:\n  a: 1,5\n  b: 2,5\n\nRow 2:"),
         ("commas.csv", "Name, Vorname;Ort\nMeier, Max;Bonn\nKurz, Ida;Kiel\n", COMMAS),
+        ("notes.csv", "a;b;c\n1;2,5;x\n2;3,5\n3;4,5\n", "Row 1:\n  a: 1\n  b: 2,5\n  c: x\n\n"),
+        ("foot.csv", "a;b;c\n1;2,5;3\nOf us, 2026\nNet, in EUR\n", "Row 1:\n  a: 1\n  b: 2,5"),
         ("bare.csv", "Ventil;1,50\nPumpe;2,50\nFilter;3,50\n", "Row 1:\n  Ventil: Pumpe\n  1,50: "),
         ("bars.csv", "id|a,b|c\n1|2,5|3\n4|5,5|6\n", "Row 1:\n  id: 1\n  a,b: 2,5\n  c: 3"),
         ("quoted.csv", 'a,b\n1,"say ""x"""\n', 'Row 1:\n  a: 1\n  b: say "x"'),
