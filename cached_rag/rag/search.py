@@ -171,8 +171,12 @@ def _matcher(name: str, wanted: object) -> Callable[[object], bool]:
 
 
 def _is_within(found: object, wanted: range) -> bool:
+    """Whether a range has a value, or what its text says."""
+    # A range compares all its numbers with what is no int.
+    if isinstance(found, float):
+        return found.is_integer() and int(found) in wanted
     with suppress(ValueError):
-        return found in wanted or int(str(found)) in wanted
+        return (found if isinstance(found, int) else int(str(found))) in wanted
     return False
 
 

@@ -124,6 +124,21 @@ def test_patterns_are_read_once_and_not_for_each_chunk(monkeypatch):
     assert found == [True, True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("value", "is_within"),
+    [("7", True), ("x", False), (7.0, True), (7.5, False), (math.inf, False)],
+)
+def test_a_range_is_not_looked_through_number_by_number(value, is_within):
+    class Watched(type(value)):
+        __hash__ = type(value).__hash__
+
+        def __eq__(self, other):
+            raise AssertionError(f"compared with {other}")
+
+    fits = judge({"page": range(9)}, ("page",))
+    assert fits(Hit("", "", "", 0, 0.0, {"page": Watched(value)})) == is_within
+
+
 def test_texts_are_replaced_and_deleted_by_name(rag):
     before = rag.engine.library.shelf.store.nbytes
     summary = rag.add_texts({"metals/iron": "iron rusts " * 12}, progress=False)
