@@ -241,9 +241,8 @@ class SchemaPrompt:
     def sent(self) -> str | list[dict[str, str]]:
         """As `plain`; remembers the prompt, so that `receive` finds it by the plain text."""
         plain = self.plain()
-        # One that is too large for the memory is not remembered.
         key = _key(plain)
-        with _SENDING, suppress(ValueError):
+        with _SENDING, suppress(ValueError):  # too large to be remembered
             _SENT[key] = self
         return plain
 
