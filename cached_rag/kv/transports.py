@@ -280,15 +280,15 @@ class ObjectBlobs:
         data = bytearray()
         for part in found.stream():
             data += part
-            if len(data) > most_bytes:
-                raise OSError(f"it sends more than the {most_bytes} bytes that it was asked for")
-        return bytes(data)
+            if len(data) >= most_bytes:
+                break
+        return bytes(data[:most_bytes])
 
     def _begin(self, size: int, name: str) -> bytes | None:
         try:
             return self._get(name, size, {"range": (0, size)})
         except Exception:  # of an empty object a range is an error, as it is to plain servers
-            return bytes(next(iter(self._store.get(name)), b""))[:size]
+            return self._get(name, size)
 
     def _delete(self, name: str) -> None:
         with suppress(FileNotFoundError):

@@ -591,6 +591,13 @@ def test_a_forked_child_asks_nothing_and_waits_for_nothing(redis_at, tiers):
     assert fetch(tier, kv)
 
 
+def test_of_a_value_that_is_too_long_the_beginning_is_taken(url, tiers):
+    tier = tiers(url)
+    tier._transport.put("long", b"x" * 100)
+    tier._transport.put("short", b"y")
+    assert tier._transport.get(["long", "short"], [9, 9]) == [b"x" * 9, b"y"]
+
+
 def test_a_server_without_ranges_says_what_it_has(tmp_path):
     """As Python's own, which sends whole files whatever is asked for."""
     for name, data in (("full", b"cachedrag and more"), ("empty", b"")):
@@ -600,5 +607,6 @@ def test_a_server_without_ranges_says_what_it_has(tmp_path):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         blobs = open_transport(f"http://127.0.0.1:{server.server_port}", 10.0)
         assert blobs.begin(["full", "empty", "none"], 9) == [b"cachedrag", b"", None]
+        assert blobs.get(["full", "empty"], [9, 9]) == [b"cachedrag", b""]
         blobs.close()
         server.shutdown()
