@@ -171,7 +171,10 @@ class Calls:
             self._settle(*args)
         wait((answer, self._closed), patience_s, FIRST_COMPLETED)
         if answer.done():
-            return answer.result()
+            try:
+                return answer.result()
+            finally:  # an error knows this frame: else each would hold the other, and what was sent
+                del answer, args
         answer.cancel()  # if it has not begun
         if self._closed.done():
             raise self._was_closed()
@@ -186,6 +189,7 @@ class Calls:
                 answer.set_result(self._done(work))
             except BaseException as error:
                 answer.set_exception(error)
+                del answer  # as in `_answer`
 
     def _check(self) -> None:
         if self._closed.done():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -392,6 +394,26 @@ def test_after_a_failure_one_asks_at_a_time(monkeypatch):
     assert calls.ask(lambda: "fine") == "fine"
     assert allows()
     calls.close()
+
+
+def test_what_could_not_be_sent_is_held_by_nobody():
+    calls, others = Calls(SimpleNamespace(label="redis://x"), 30), threading.enumerate()
+
+    def fail(data):
+        raise OSError("refused")
+
+    data = torch.zeros(1)
+    held = weakref.ref(data)
+    gc.disable()  # which would find it, later
+    try:
+        with pytest.raises(StoreError, match="refused"):
+            calls.do(partial(fail, data))
+        for thread in set(threading.enumerate()) - set(others):
+            thread.join()
+        del data
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_addresses():
