@@ -301,13 +301,13 @@ def unused(folder: Path, name: str, dtypes: Sequence[str]) -> list[Holding]:
                 f"{folder} has no KV of {name} in {dtype} that could be kept, it has {listed}; say "
                 "with --dtype which to keep, or ask the index once, so that it is known"
             )
-    kept = [latest[name, dtype] for dtype in dtypes]
+    others = {*found} - {latest[name, dtype] for dtype in dtypes}
     with closing(_disk(folder)) as disk:
         sizes = disk.sizes()
     holdings = []
     with _catalogs(folder) as catalogs:
         for catalog in catalogs:
-            if catalog.maker not in kept:
+            if catalog.maker in others:  # none that came meanwhile: it may be the one to keep
                 known = set().union(*(tenant.keys() for tenant in catalog.tenants()))
                 keys = tuple(known & sizes.keys())
                 nbytes = sum(sizes[key] for key in keys)

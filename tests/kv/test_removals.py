@@ -187,6 +187,19 @@ def test_pruning_a_model_does_not_cancel_a_removal_that_was_cut_short(process, t
     assert (near(tmp_path), far(tmp_path), count(tmp_path, "encodings")) == (0, 0, 1)
 
 
+def test_a_model_that_comes_while_it_is_looked_is_not_unused(process, tmp_path, monkeypatch):
+    encode(process("old", remote=False), 0)
+    opened = holdings._disk
+
+    def later(*args):
+        monkeypatch.setattr(holdings, "_disk", opened)
+        encode(process("new", remote=False), 0)
+        return opened(*args)
+
+    monkeypatch.setattr(holdings, "_disk", later)
+    assert holdings.unused(tmp_path / "kv", "name", ["float32"]) == []
+
+
 # A damaged head ----------------------------------------------------------------------------------
 
 
