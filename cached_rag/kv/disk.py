@@ -238,7 +238,10 @@ class DiskStore(Listed):
 
     def _file(self, entry: Entry) -> Path:
         name = f"{entry.key}.{entry.name}.{entry.codec}.safetensors"
-        return self.path / "blobs" / entry.key[:2] / name
+        return self._shard(entry.key) / name
+
+    def _shard(self, key: str) -> Path:
+        return self.path / "blobs" / key[:2]
 
     def _drop(self, entry: Entry) -> None:
         """Delete one file, but none that has replaced it; if that fails, it stays for now."""
@@ -247,6 +250,13 @@ class DiskStore(Listed):
                 self._discard(self._take_out_these([entry]))
         except StoreError as error:
             _log.info("the KV %s stays for now: %s", entry.key, error)
+
+    def _discard_all(self, key: str) -> None:
+        """Also files without a row, and drafts, that killed processes left: they may have its KV."""
+        shard = self._shard(key)
+        with self._drafts.abandoned() as drafts:
+            names = [one.name for one in _inside(shard) if one.name.startswith(f"{key}.")]
+            _unlink([*drafts, *(shard / name for name in names)])
 
     def _discard(self, entries: Iterable[Entry]) -> None:
         _unlink(map(self._file, entries))

@@ -213,11 +213,11 @@ class Listed:
         with self._database.transaction():
             self._database.rows("DELETE FROM gone WHERE key = ?", key)
             gone = self._take_out("key = ?", key)
-            self._discard(gone)
+            self._discard_all(key)
         return bool(gone)
 
-    def _discard(self, entries: Iterable[Entry]) -> None:
-        """Delete the KV of entries that are not in the table any more."""
+    def _discard_all(self, key: str) -> None:
+        """Delete all KV of a key, of which there are no entries any more."""
         raise NotImplementedError
 
     def _check_size(self, nbytes: int, setting: str) -> None:

@@ -166,6 +166,9 @@ class MemoryStore(Listed):
         pins = self.device.type == "cpu" and torch.cuda.is_available()
         return tensor.pin_memory() if pins else tensor
 
+    def _discard_all(self, key: str) -> None:
+        self.held.pop(key, None)
+
     def _discard(self, entries: Iterable[Entry]) -> None:
         for entry in entries:  # Ctrl-C may have come between table and modules
             self.held.pop(entry.key, None)

@@ -230,6 +230,17 @@ def test_a_missing_file_is_a_miss_and_a_lost_row_is_litter(disk):
     assert disk.check() == []
 
 
+def test_what_killed_processes_left_of_a_text_goes_with_it(disk):
+    disk.put(key(2), module(2))
+    (disk.path / "blobs" / "drafts" / "0123456789abcdef").write_bytes(b"KV")
+    with disk._database.transaction() as connection:
+        connection.execute("DELETE FROM files WHERE key = ?", (key(1),))
+    assert not disk.delete(key(1))
+    (left,) = (path for path in disk.path.glob("blobs/*/*"))
+    assert left.name.startswith(key(2))
+    assert disk.check() == []
+
+
 @pytest.mark.parametrize("where", ["save_file", "replace"])
 def test_a_full_disk_loses_nothing_and_leaves_nothing(disk, monkeypatch, where):
     def full(*_):
