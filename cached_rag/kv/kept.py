@@ -272,6 +272,7 @@ class KeptPrompts:
         mine = (prompt for prompt in self.all() if prompt.namespace == namespace)
         gone = [prompt for prompt in mine if prompt.has(text_digest, token_ids)]
         self.remove(gone)
+        self._delete(self._disk.sizes())  # who was killed in `remove` left pieces without a prompt
         if gone or is_damaged:
             self._database.scrub()
         return len(gone)

@@ -421,6 +421,25 @@ def test_a_prompt_that_is_cut_otherwise_leaves_none_of_its_former_pieces(tmp_pat
     found.close()
 
 
+def test_a_removal_that_was_cut_short_is_finished(tmp_path, monkeypatch):
+    found, ids = KeptPrompts(tmp_path / FOLDER), tuple(range(64))
+    kv = torch.zeros(1, 1, 64, 16)
+    one = KeptPrompt("model", "", "", ids, (64,))
+    found.tell(one)
+    found.fill(one, lambda *_: ModuleKV(ids, 0, kv, kv[..., :0]), None)
+
+    def killed(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(found, "_delete", killed)
+        found.forget("", "", ids[:9])
+    assert len(files(tmp_path)) == 1
+    found.forget("", "", ids[:9])
+    assert files(tmp_path) == []
+    found.close()
+
+
 def test_the_disk_is_bounded(tmp_path):
     found = KeptPrompts(tmp_path / FOLDER, max_bytes=3 * 5000)
     try:
