@@ -129,8 +129,8 @@ class Entry:
 class Listed:
     """A store's table of entries, and what all kinds of stores do by it alone; see `KVStore`.
 
-    Methods that return entries take them out of the table. They belong in a transaction, at the end
-    of which the KV of these entries goes, too.
+    `_add`, `_evict`, `_take_out` and `_take_out_these` return the entries that they took out of the
+    table. They belong in a transaction, in which the KV of these entries goes, too.
     """
 
     def __init__(self, path: Path, codec: str, max_bytes: int | None) -> None:
@@ -267,7 +267,7 @@ class Listed:
         )
 
     def _take_out_these(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Those of these that are there, but none that has replaced them."""
+        """Take out these, but none that has replaced them; returns those that were there."""
         gone: list[Entry] = []
         for one in entries:
             gone += self._take_out(f"{_THIS} AND name = ?", one.key, one.codec, one.name)
