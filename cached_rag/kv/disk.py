@@ -252,7 +252,7 @@ class DiskStore(Listed):
             _log.info("the KV %s stays for now: %s", entry.key, error)
 
     def _discard_all(self, key: str) -> None:
-        """Also files without a row, and drafts, that killed processes left: they may have its KV."""
+        """Also what killed processes left of it: files without a row, and drafts."""
         shard = self._shard(key)
         with self._drafts.abandoned() as drafts:
             names = [one.name for one in _inside(shard) if one.name.startswith(f"{key}.")]

@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from functools import partial
 from pathlib import Path
 
 from cached_rag.errors import ClosedError, ConfigError, StoreError, StoreFullError
@@ -191,14 +190,13 @@ class Listed:
 
     def hold(self, keys: Iterable[str], *, pinned: bool | None, until: float | None) -> int:
         """See `KVStore.hold`; of all codecs."""
-        sql = (
-            "UPDATE files SET pinned = coalesce(?, pinned), until = coalesce(?, until)"
-            " WHERE key = ? AND until > ? RETURNING key"
-        )
-        now = time.time()
+        this, now = "key = ? AND until > ?", time.time()
+        sql = "UPDATE files SET pinned = coalesce(?, pinned), until = coalesce(?, until)"
         with self._database.transaction():
-            rows = partial(self._database.rows, sql, pinned, until)
-            held = [key for key in dict.fromkeys(keys) if rows(key, now)]
+            rows, live = self._database.rows, f"SELECT 1 FROM files WHERE {this}"
+            held = [key for key in dict.fromkeys(keys) if rows(live, key, now)]
+            for key in held:
+                rows(f"{sql} WHERE {this}", pinned, until, key, now)
             pins = self._total("files", "pinned = 1 AND until > ?", now)
             if pinned and self.max_bytes is not None and pins > PINNED_SHARE * self.max_bytes:
                 raise StoreFullError(
@@ -244,7 +242,8 @@ class Listed:
         this, rows = (entry.key, entry.codec), self._database.rows
         gone = self._take_out("until <= ?", time.time())
         before = rows(f"SELECT is_main, uses, pinned, until FROM files WHERE {_THIS}", *this)
-        is_back = bool(rows(f"DELETE FROM gone WHERE {_THIS} RETURNING key", *this))
+        is_back = bool(rows(f"SELECT 1 FROM gone WHERE {_THIS}", *this))
+        rows(f"DELETE FROM gone WHERE {_THIS}", *this)
         is_main, uses, pinned, end = before[0] if before else (is_back, 0, 0, math.inf)
         gone += self._take_out(_THIS, *this)
         if (bound := self.max_bytes) is not None:
@@ -262,9 +261,10 @@ class Listed:
         return gone
 
     def _take_out(self, where: str, *parameters: object) -> list[Entry]:
-        return self._database.read(
-            Entry, f"DELETE FROM files WHERE {where} RETURNING {_ENTRY}", *parameters
-        )
+        # Not by RETURNING, which SQLite has from 3.35 on: RHEL 9 and Debian 11 have 3.34.
+        found = self._database.read(Entry, f"SELECT {_ENTRY} FROM files WHERE {where}", *parameters)
+        self._database.rows(f"DELETE FROM files WHERE {where}", *parameters)
+        return found
 
     def _take_out_these(self, entries: Iterable[Entry]) -> list[Entry]:
         """Take out these, but none that has replaced them; returns those that were there."""
@@ -303,8 +303,9 @@ class Listed:
     def _goes_on(self, entry: Entry) -> bool:
         """Whether an entry whose turn it is was used, and so gets another one in the main queue."""
         this, rows = (entry.key, entry.codec), self._database.rows
-        used = f"UPDATE files SET uses = (uses - 1) * is_main, is_main = 1, turn = {_NOW}"
-        if rows(f"{used} WHERE {_THIS} AND uses RETURNING key", *this):
+        if rows(f"SELECT 1 FROM files WHERE {_THIS} AND uses", *this):
+            turned = f"uses = (uses - 1) * is_main, is_main = 1, turn = {_NOW}"
+            rows(f"UPDATE files SET {turned} WHERE {_THIS}", *this)
             return True
         # Of what leaves the small queue the last ones are noted, as many as there are files.
         turn = "(SELECT coalesce(max(turn), 0) + 1 FROM gone)"
