@@ -135,8 +135,7 @@ class Step:
             if isinstance(part, Padded):
                 found.append("padded")
                 continue
-            tokens = batch if part.tokens is None else 1
-            kv = part.of(0)
+            tokens, kv = len(torch.arange(batch)[part.tokens]), part.of(0)
             found.append(kernel_of(tokens * (heads // kv.keys.shape[1]), kv))
         return ", ".join(dict.fromkeys(found))
 

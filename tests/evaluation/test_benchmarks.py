@@ -107,13 +107,14 @@ def test_relayed_and_copied_attention_give_the_same(shared, batch):
     [
         (torch.float32, 100, "flash, padded", "padded"),
         (torch.float32, LONGEST_SLAB + 1, "flash, padded", "flash"),
-        (torch.bfloat16, LONGEST_SLAB, "flash, padded", "matmul"),
-        (torch.bfloat16, LONGEST_SLAB + 1, "matmul, padded", "matmul"),
+        (torch.bfloat16, LONGEST_SLAB, "flash, padded", "flash"),
+        (torch.bfloat16, LONGEST_SLAB + 1, "matmul, padded", "flash"),  # all rows, or one
+        (torch.bfloat16, 2 * LONGEST_SLAB, "matmul, padded", "matmul"),
     ],
 )
 def test_the_kernels_named_are_those_of_the_scheduler(dtype, shared, relay, copied, monkeypatch):
     monkeypatch.setattr(kernels, "flash_has_matrix_units", lambda: False)
-    monkeypatch.setattr(kernels, "FLASH_KEYS", ((1, LONGEST_SLAB),))
+    monkeypatch.setattr(kernels, "FLASH_KEYS", ((1, LONGEST_SLAB + 20), (9, LONGEST_SLAB)))
     steps = make_steps(shapes(dtype), HEADS, 4, shared, private=7)
     assert (steps["relay"].kernels(), steps["copied"].kernels()) == (relay, copied)
 
