@@ -194,6 +194,23 @@ def test_a_revision_is_one_of_the_hub(model_folder, tmp_path, monkeypatch):
         Engine.load(model_folder, revision="v2", **CPU)
 
 
+@pytest.mark.parametrize("subfolder", ["inner", "a/b/"])
+def test_a_model_of_the_hub_may_stand_in_a_subfolder(
+    model_folder, tmp_path, monkeypatch, subfolder
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--tiny"
+    shutil.copytree(model_folder, repository / "snapshots" / ("1" * 40) / subfolder)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1" * 40)
+    options = {"cache_dir": str(tmp_path), "subfolder": subfolder}
+    with (
+        Engine.load("someone/tiny", model_kwargs=options, **CPU) as inner,
+        Engine.load(model_folder, **CPU) as plain,
+    ):
+        assert torch.allclose(logits(inner), logits(plain))
+
+
 def test_options_of_loading_reach_the_model_and_its_fingerprint(model_folder):
     given = {"max_position_embeddings": 512}
     with (

@@ -188,9 +188,10 @@ def _commit(hub_id: str, variant: Variant) -> str:
     Raises:
         OSError: there is no such model or revision, or it cannot be downloaded.
     """
-    see_hub(hub_id, CONFIG_NAME, **variant.access)
-    found = cached_file(hub_id, CONFIG_NAME, revision=variant.revision, **variant.access)
-    return Path(str(found)).parent.name
+    file = Path(variant.options.get("subfolder") or "", CONFIG_NAME)
+    see_hub(hub_id, file.as_posix(), **variant.access)
+    found = cached_file(hub_id, file.as_posix(), revision=variant.revision, **variant.access)
+    return Path(str(found)).parents[len(file.parts) - 1].name
 
 
 @judged
