@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken, Encoding, Tokenizer, models
 
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ConfigError, ModelError
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
@@ -164,6 +164,8 @@ def encode(backend: Tokenizer, text: str, *, adds_special: bool = True) -> Encod
 
     Raises:
         ConfigError: half of a surrogate pair, which no tokenizer takes.
+        ModelError: the tokenizer itself fails, as one with an added token that is nothing once it
+            is normalised does where there are other letters than ASCII's.
     """
     # `encode_batch` releases the GIL, so other threads run meanwhile; `encode` does not.
     try:
@@ -171,6 +173,13 @@ def encode(backend: Tokenizer, text: str, *, adds_special: bool = True) -> Encod
     except TypeError as error:  # as for what is no string at all
         raise ConfigError(
             "half of a surrogate pair stands alone in a text; give whole characters"
+        ) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # what a bug in Rust is in Python
+            raise
+        raise ModelError(
+            f"the model's tokenizer fails on a text ({error}), maybe as its normalizer leaves "
+            "nothing of one of its added tokens; correct its tokenizer.json, or use another model"
         ) from error
 
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from cached_rag import Engine, Report
 from cached_rag.backends.prompt_text import Rendered, encode
 from cached_rag.backends.tokenizer import Tokenization
+from cached_rag.errors import ModelError
 
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -181,6 +182,22 @@ def test_of_a_text_that_is_much_too_long_a_beginning_is_read(monkeypatch):
     assert tokenization.least_tokens(blank, 4000) > 4000
     assert sum(read) < 400_000
     assert tokenization.least_tokens(text[:1000], 10) is None
+
+
+def test_what_a_tokenizer_panics_over_is_a_model_error_and_an_interruption_is_none():
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.Strip()
+    backend.add_tokens([AddedToken(" ", normalized=True)])  # stripped, it is nothing
+    assert encode(backend, "a b").ids == []
+    with pytest.raises(ModelError, match=r"tokenizer fails on a text \(.+\), maybe as"):
+        encode(backend, "é b")
+
+    class Interrupted:
+        def encode_batch(self, *_, **__):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        encode(Interrupted(), "a b")
 
 
 @pytest.mark.real
