@@ -68,8 +68,8 @@ class BatchCache(Cache):  # type: ignore[misc]
     """A transformers cache that writes each row's KV to the row's buffer, and attends there.
 
     In every layer, the model calls `update` first and then, through the attention function,
-    `attend`. A row that computes tokens at
-    any slots of its own buffer does both through a `RowCache`.
+    `attend`. A row that computes tokens at any slots of its own buffer does both through a
+    `RowCache`.
 
     Attributes:
         tokens: which of the batch's tokens are each row's.

@@ -44,7 +44,7 @@ class StateComposer:
     Attributes:
         decoder: the model.
         rule: how the keys of its attention layers depend on position.
-        keepers: of each layer that keeps a state the module that does, see `_keeper`.
+        keepers: the modules that keep states, by the numbers of their layers; see `_keeper`.
     """
 
     decoder: Decoder

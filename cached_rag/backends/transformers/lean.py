@@ -61,7 +61,8 @@ class LeanLayer(nn.Module):
             self.gate_up = _fused([mlp.gate_proj, mlp.up_proj])
         self.o, self.down = own.o_proj, mlp.down_proj
         middle = _norm(layer, "post_attention_layernorm")
-        has_more = hasattr(layer, "post_feedforward_layernorm")  # there the same name means more
+        # Where there is a norm behind the MLP, the middle one is behind attention, too.
+        has_more = hasattr(layer, "post_feedforward_layernorm")
         self.norm_before_attention = _norm(layer, "input_layernorm")
         self.norm_behind_attention = middle if has_more else None
         self.norm_before_mlp = _norm(layer, "pre_feedforward_layernorm") if has_more else middle
@@ -173,7 +174,7 @@ class LeanModel(nn.Module):
         self.layers = nn.ModuleList(LeanLayer(one.module, n) for n, one in enumerate(layers))
         self.norm = lean_norm(inner.norm)
         self.lm_head = own.get_output_embeddings()
-        # What each layer's rotation is asked for by; nothing but for models with windows.
+        # What else each layer's rotation is given: in models with windows the layer's kind.
         asks_kind = "layer_type" in inspect.signature(inner.rotary_emb.forward).parameters
         self._types = tuple((layer.kind,) if asks_kind else () for layer in layers)
         self._embedding_factor = getattr(inner, "embedding_multiplier", 1.0)
