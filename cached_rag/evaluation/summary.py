@@ -137,8 +137,11 @@ def bootstrap(differences: Sequence[float]) -> Interval:
 
 
 def bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> Interval:
-    """Ratio of the sums of pairs, whose second is above 0, with an interval as `bootstrap`'s."""
-    values = np.asarray(pairs, dtype=np.float64)
+    """Ratio of the sums of pairs, whose second is above 0, with an interval as `bootstrap`'s.
+
+    All three are NaN where there are no pairs, as where no answer has a word.
+    """
+    values = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
     draws = np.random.default_rng(0).integers(0, len(values), (_RESAMPLES, len(values)))
     sums = values[draws].sum(axis=1)
     low, high = np.quantile(sums[:, 0] / sums[:, 1], (0.025, 0.975))

@@ -162,6 +162,8 @@ def test_intervals_are_of_the_mean_and_the_same_every_time():
     assert ratio.mean == 0.75
     assert 0.65 < ratio.low < 0.75 < ratio.high < 0.85
     assert bootstrap([0.2] * 5).low == pytest.approx(0.2) == bootstrap([0.2] * 9).high
+    with pytest.warns(RuntimeWarning, match="invalid value"):
+        assert math.isnan(bootstrap([]).mean)
 
 
 def test_rows_have_the_keys_that_are_promised(data, tmp_path):
