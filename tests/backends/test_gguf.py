@@ -295,6 +295,8 @@ def test_all_files_of_a_split_one_tell_models_apart(tmp_path):
     assert resolve.resolve(str(first)).digest not in ("", whole)
     write_gguf(tmp_path / "[odd]-other.gguf", files=2)
     assert resolve.split_files(first) == [first]
+    odd = tmp_path / "odd-\N{ARABIC-INDIC DIGIT ZERO}0001-of-00002.gguf"
+    assert resolve.split_files(odd) == [odd]  # never none: that would be one digest for all
 
 
 @pytest.mark.usefixtures("_own_cache")
