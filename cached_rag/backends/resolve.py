@@ -413,7 +413,7 @@ def _swept(folder: Path) -> Path:
 def file_digest(path: Path) -> str:
     """sha256 of a file's bytes; read from the cache directory if the file is unchanged."""
     memo = cache_dir() / "digests" / f"{_identity(path)}.json"
-    with suppress(FileNotFoundError, ValueError, KeyError):  # not kept yet, or damaged
+    with suppress(FileNotFoundError, ValueError, KeyError):  # none yet, or damaged
         return str(json.loads(memo.read_text())["digest"])
     found = _fed(hashlib.sha256(), path)
     keep_json(memo, {"digest": found, "path": str(path)})
