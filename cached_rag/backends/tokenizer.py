@@ -24,8 +24,8 @@ from cached_rag.backends.prompt_text import Rendered, Span, Spans, Tokens, backe
 _ALPHABET = {char: bytes([byte]) for byte, char in bytes_to_unicode().items()}
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as SentencePiece writes it
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# A text of more characters than so many for a token that there is room for may be much too long; in
-# blocks of so many characters it is read then. Text has some four characters a token.
+# Text has some four characters a token. One that has more than `_ROOMY` for each token that there
+# is room for may be much too long, and is read in blocks of `_BLOCK` characters first.
 _ROOMY, _BLOCK = 16, 1 << 16
 
 
@@ -119,8 +119,8 @@ class Tokenization:
     def least_tokens(self, text: str, room: int) -> int | None:
         """A number of tokens that a long text has at least, if that exceeds `room`; else None.
 
-        It is read in blocks, until there are so many that whether it fits is no question of the
-        tokens that the cuts make. So a text that is much too long is not tokenised as a whole.
+        It is read in blocks, until half of their tokens exceed `room`; the other half is more than
+        the cuts between blocks make. So a text that is much too long is not tokenised as a whole.
         """
         if len(text) <= max(_BLOCK, _ROOMY * room) or self._swallows:
             return None

@@ -193,7 +193,7 @@ class Journal:
     several commits and on several machines.
 
     Attributes:
-        rows: all measurements, oldest first.
+        rows: all measurements by what they are of, oldest first.
     """
 
     def __init__(

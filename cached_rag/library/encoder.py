@@ -330,7 +330,7 @@ class Encoder:
         return list(records.values()), skipped
 
     def _check_length(self, text: str) -> None:
-        """Refuse a text that cannot fit before it is tokenised, which would take long.
+        """Refuse a text that is much too long before all of it is tokenised, which takes long.
 
         Raises:
             ContextOverflowError: it has too many characters for the model's context.

@@ -92,8 +92,8 @@ class ServedIndex:
 
         Raises:
             ConfigError: the last message is no user's.
-            ContextOverflowError: they are surely too long. So they are neither embedded nor
-                tokenised, which takes time for each character.
+            ContextOverflowError: they are much too long. So they are neither embedded nor
+                tokenised as a whole, which takes time for each character.
         """
         said = [message for message in messages if message["role"] != "system"]
         if not said or said[-1]["role"] != "user":

@@ -229,7 +229,7 @@ class Service:
         surely = len(prompt.text.encode()) + 1  # a token is a byte at least, and BOS is one more
         if request.wanted_tokens is not None or surely + config.max_tokens <= context:
             return config
-        # A prompt that is surely too long is not tokenised: that takes time for each character.
+        # A prompt that is much too long is not tokenised whole: each character takes time.
         too_long = self.engine.tokenization.least_tokens(prompt.text, context) is not None
         room = 0 if too_long else context - self.engine.count_tokens(prompt)
         if room < 1:

@@ -254,7 +254,7 @@ class LlamaContext:
         self.held[sequence] += len(positions)
 
     def restore(self, sequence: int, state: torch.Tensor, tokens: int) -> None:
-        """Fill an empty sequence with a state that `state` gave.
+        """Fill an empty sequence with a state, as `state` gives it or the format puts it together.
 
         Args:
             tokens: how many it has read.
