@@ -126,7 +126,8 @@ class Tokenization:
             return None
         found = 0
         for begin in range(0, len(text), _BLOCK):
-            found += len(self._encode(text[begin : begin + _BLOCK], adds_special=False)) // 2
+            tokens = self._encode(text[begin : begin + _BLOCK], adds_special=False)
+            found += max(0, len(tokens) // 2 - 1)  # all of it may be one with the blocks beside it
             if found > room:
                 return found
         return None

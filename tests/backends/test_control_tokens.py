@@ -167,6 +167,17 @@ def test_no_text_that_fits_is_taken_for_too_long(backend, monkeypatch):
             assert (tokenization.least_tokens(text, room) or 0) <= count
 
 
+def test_a_long_text_that_is_one_unknown_token_fits(monkeypatch):
+    monkeypatch.setattr("cached_rag.backends.tokenizer._BLOCK", 512)
+    vocab = {"<unk>": 0, "▁": 1}
+    backend = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", fuse_unk=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    tokenization, text = Tokenization(tokenizer), "東" * 20_000
+    assert len(tokenization.tokenize(Rendered(text)).ids) == 2
+    assert tokenization.least_tokens(text, 20) is None
+
+
 def test_of_a_text_that_is_much_too_long_a_beginning_is_read(monkeypatch):
     tokenization, read = Tokenization(TOKENIZER), []
 
