@@ -35,7 +35,7 @@ from cached_rag.errors import ConfigError, ModelError, ModelNotFoundError
 from cached_rag.kv.files import make_folder
 from cached_rag.kv.fingerprint import digest
 
-_SPLIT = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+_SPLIT = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.gguf")
 # How alike a name and an alias are, from 0 to 1, that is one with a slip of the finger.
 _LIKELY_MEANT = 0.85
 # Seconds until a machine that does not answer counts as unreachable.
@@ -413,7 +413,7 @@ def _swept(folder: Path) -> Path:
 def file_digest(path: Path) -> str:
     """sha256 of a file's bytes; read from the cache directory if the file is unchanged."""
     memo = cache_dir() / "digests" / f"{_identity(path)}.json"
-    with suppress(FileNotFoundError, ValueError, KeyError):  # none yet, or damaged
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # none yet, or damaged
         return str(json.loads(memo.read_text())["digest"])
     found = _fed(hashlib.sha256(), path)
     keep_json(memo, {"digest": found, "path": str(path)})
