@@ -252,11 +252,11 @@ class DiskStore(Listed):
             _log.info("the KV %s stays for now: %s", entry.key, error)
 
     def _discard_all(self, key: str) -> None:
-        """Also what killed processes left of it: files without a row, and drafts."""
-        shard = self._shard(key)
+        """What killed processes left may have it, too: files without a row, and drafts."""
         with self._drafts.abandoned() as drafts:
-            names = [one.name for one in _inside(shard) if one.name.startswith(f"{key}.")]
-            _unlink([*drafts, *(shard / name for name in names)])
+            _unlink(drafts)
+        files = _inside(self._shard(key))
+        _unlink(Path(file.path) for file in files if file.name.startswith(f"{key}."))
 
     def _discard(self, entries: Iterable[Entry]) -> None:
         _unlink(map(self._file, entries))
