@@ -47,7 +47,8 @@ CREATE TABLE IF NOT EXISTS totals (
 ) WITHOUT ROWID;
 CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON files BEGIN
     INSERT INTO totals VALUES (new.pinned, new.is_main, 1, new.nbytes)
-    ON CONFLICT DO UPDATE SET count = count + 1, nbytes = nbytes + excluded.nbytes;
+    ON CONFLICT (pinned, is_main) DO UPDATE
+    SET count = count + 1, nbytes = nbytes + excluded.nbytes;
 END;
 CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON files BEGIN
     UPDATE totals SET count = count - 1, nbytes = nbytes - old.nbytes
@@ -57,7 +58,8 @@ CREATE TRIGGER IF NOT EXISTS moved AFTER UPDATE OF pinned, is_main ON files BEGI
     UPDATE totals SET count = count - 1, nbytes = nbytes - old.nbytes
     WHERE pinned = old.pinned AND is_main = old.is_main;
     INSERT INTO totals VALUES (new.pinned, new.is_main, 1, new.nbytes)
-    ON CONFLICT DO UPDATE SET count = count + 1, nbytes = nbytes + excluded.nbytes;
+    ON CONFLICT (pinned, is_main) DO UPDATE
+    SET count = count + 1, nbytes = nbytes + excluded.nbytes;
 END;
 """
 _COUNTED = "SELECT pinned, is_main, count(*), sum(nbytes) FROM files GROUP BY 1, 2"
