@@ -132,11 +132,18 @@ def _defaults_of(
     settings = {**common, **mine}
     # Click would make Python's text of an object.
     given = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in settings.items()}
-    defaults = {one.name: given[one.name] for one in command.params if one.name in given}
+    defaults = {
+        one.name: _taken(one, given[one.name]) for one in command.params if one.name in given
+    }
     for name, one in below.items():
         inner = f"{table}.{name}" if table else name
         defaults[name] = _defaults_of(one, settings, tables.get(name, {}), path, inner)
     return defaults
+
+
+def _taken(option: Any, value: Any) -> Any:
+    """A setting as click takes it: of an option that may be repeated, a text is the only one."""
+    return [value] if getattr(option, "multiple", False) and isinstance(value, str) else value
 
 
 def _names(command: Any) -> set[str]:

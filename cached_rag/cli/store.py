@@ -82,6 +82,7 @@ def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
 
 @store_app.command()
 def prune(
+    context: typer.Context,
     index: Index = DEFAULT_INDEX,
     max_bytes: Annotated[int | None, typer.Option(min=0, help="Bytes to keep at most.")] = None,
     unused: Annotated[bool, typer.Option(help="Drop KV of other weights and dtypes.")] = False,
@@ -96,7 +97,8 @@ def prune(
 
     Databases are written anew, so that nothing of what was deleted is left in them.
     """
-    if not unused and (dtype or dry_run):
+    source = context.get_parameter_source("dtype")  # a file's is for all commands that have one
+    if not unused and (dry_run or (source is not None and source.name == "COMMANDLINE")):
         raise ConfigError("--dtype and --dry-run belong to --unused")
     dropped = _drop_unused(index, dtype, dry_run=dry_run) if unused else []
     count, freed = (0, 0) if dry_run else _prune(index, max_bytes)

@@ -274,8 +274,17 @@ def test_prune_drops_kv_of_other_dtypes_and_says_what(index, tmp_path, model_fol
     assert json.loads(run(cli.app, ["store", "stats", *where]).stdout)["texts"] == 7
     shown = run(cli.app, ["store", "prune", *unused, "--index", str(index)]).stdout
     assert "0 files removed" in shown
-    for bad in (["--dry-run"], ["--unused", "--dtype", "float16"]):
+    for bad in (["--dry-run"], ["--dtype", "float32"], ["--unused", "--dtype", "float16"]):
         assert isinstance(prune(*bad).exception, ConfigError)
+
+
+def test_a_dtype_for_all_commands_is_what_prune_keeps(index, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cached-rag.toml").write_text(f'index = "{index}"\ndtype = "float32"')
+    for options in ([], ["--unused"]):
+        pruned = run(cli.app, ["store", "prune", *options, "--json"])
+        assert pruned.exit_code == 0, pruned.output
+        assert json.loads(pruned.stdout)["files"] == 0
 
 
 def test_ask_prints_what_the_user_should_know(index):
