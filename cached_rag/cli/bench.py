@@ -268,7 +268,8 @@ def evaluate_command(
     if any(row["small"] for row in rows):
         out.print("Sets of fewer than 30 questions show large differences only.", style="yellow")
     if len(measured) > 1:
-        places = (f"{one['rows']} at {one['commit']}, {one['processor']}" for one in measured)
+        told = "{rows} at {commit}, {processor}, {threads} threads"
+        places = (told.format(**one) for one in measured)
         out.print(f"Measured at several places: {'; '.join(places)}", style="yellow")
     out.print(f"Measurements are kept in {where}", style="dim")
 

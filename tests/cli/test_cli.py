@@ -25,6 +25,7 @@ from cached_rag.cli import main as cli
 from cached_rag.cli.bench import Comparing
 from cached_rag.cli.terminal import plain, print_json, sooner
 from cached_rag.errors import DocumentError, EvaluationError, StoreError
+from cached_rag.evaluation.machine import machine
 from cached_rag.rag.chunks import Embedder
 from cached_rag.rag.folder import SYSTEM
 from docs.experiments import __main__ as experiments
@@ -629,7 +630,7 @@ def write_set(path, *questions):
     return str(path)
 
 
-def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
+def test_eval_prints_rows_and_writes_files(model_folder, tmp_path, monkeypatch):
     sets = [write_set(tmp_path / f"{name}.jsonl", "What is green?", "Who?") for name in "ab"]
     files = ["--plot", str(tmp_path / "out.png")]
     options = ["--methods", "full,reuse,epic,auto", "--ratio", "0.1,0.2", "--limit", "1"]
@@ -650,6 +651,10 @@ def test_eval_prints_rows_and_writes_files(model_folder, tmp_path):
     assert json.loads(again.stdout)["rows"] == rows
     shown = run(cli.app, command)
     assert "fewer than 30 questions" in shown.stdout
+    there = machine() | {"threads": 77}
+    monkeypatch.setattr("cached_rag.evaluation.machine.machine", lambda _: there)
+    more = run(cli.app, [*command, "--limit", "2"])
+    assert ", 77 threads" in more.stdout
 
 
 def test_eval_judges_all_of_its_files_before_a_model_is_loaded(tmp_path, monkeypatch):
