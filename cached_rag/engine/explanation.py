@@ -29,7 +29,10 @@ MEANING = {
     Kind.COMPUTED: "had no KV that this method uses; computed",
 }
 # Of chunks that were found in the index, and in the prompt by no known text.
-NOT_KNOWN = "read as ordinary text: shorter than 32 characters, or without KV when it was asked"
+NOT_KNOWN = (
+    "read as ordinary text: shorter than 32 characters, without KV when it was asked, or the "
+    "method takes none"
+)
 _TIERS = {
     "ahead": "disk, read ahead",
     "remote": "another machine",

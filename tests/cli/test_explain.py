@@ -166,11 +166,17 @@ def test_plain_values_name_parts_as_the_page_does(answer):
     assert any(name.startswith("0.50  b.txt #0") for name in names)
 
 
+def test_full_prefill_does_not_say_that_chunks_have_no_kv(engine, answer):
+    full = engine.generate(ask(*CHUNKS), method="full", max_tokens=1)
+    shown = dataclasses.replace(answer, report=full.report, trace_source=full.trace_source)
+    assert str(shown.explain()).count("or the method takes none") == len(CHUNKS)
+
+
 def test_sources_that_are_not_in_the_prompt_are_named(answer):
     other = Hit("Nothing of this stands in the prompt at all.", "d.txt", "", 0, 0.4)
     more = dataclasses.replace(answer, sources=(*answer.sources, other))
     for shown in (str(more.explain()), more.explain().html()):
-        assert "shorter than 32 characters, or without KV" in shown
+        assert "shorter than 32 characters, without KV" in shown
         assert "d.txt" in shown
 
 
