@@ -216,7 +216,8 @@ class Explanation:
     def segments(self) -> Iterator[Segment]:
         """The prompt's text, as much of it as is shown."""
         groups = [list(group) for _, group in groupby(self.trace.spans, lambda span: span.part)]
-        most = max(_LEAST, _SHOWN // len(groups))
+        is_huge = len(self.trace.text) > _SHOWN
+        most = max(_LEAST, _SHOWN // len(groups)) if is_huge else _SHOWN
         for spans in groups[:_MOST_SEGMENTS]:
             begin, end, at = spans[0].begin, spans[-1].end, spans[0].part
             left_out = max(0, end - begin - most)

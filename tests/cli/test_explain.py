@@ -140,6 +140,13 @@ def test_a_huge_prompt_is_cut_and_says_so(parts):
     assert 30_000 < page.count("&lt;") < 200_000
 
 
+def test_a_prompt_that_is_not_huge_is_shown_whole_however_it_is_divided():
+    edges = ((0, 20, None), (20, 60_000, 0))
+    spans = tuple(Span(begin, end, 1, Kind.COMPUTED, part) for begin, end, part in edges)
+    shown = Explanation(Trace("<" * 60_000, spans, (_part(),)), Report("reuse", prompt_tokens=2))
+    assert [one.left_out for one in shown.segments()] == [0, 0]
+
+
 def _part():
     engine = Engine(tiny_model("llama"), NEW_PROMPTS)
     engine.encode(CHUNKS[:1], context=None)
