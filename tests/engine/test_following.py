@@ -187,9 +187,11 @@ def test_an_answer_set_back_while_it_is_followed_is_the_same(opened, after):
         scheduler.turn()
     (request,) = scheduler._batch
     assert request.prompt.is_following
+    spent = stream.report.fuse_ms
     with scheduler._turning:
         scheduler._batch.set_back(request)
     assert stream.result().token_ids == expected.token_ids
+    assert stream.report.fuse_ms == spent  # a part of the time to the first token, which is over
     assert stream.report.recomputed_tokens == expected.report.recomputed_tokens
 
 
