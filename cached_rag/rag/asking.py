@@ -119,7 +119,9 @@ class Asking:
                 "nothing about this was found in the documents, and an answer of the form that "
                 "was asked for cannot say so; lower min_score, or set answer_anyway=True"
             )
-        told = ToldStream(NOTHING_FOUND, Report("none", charged_recompute=0.0))
+        spent = lookup.clock.total()
+        report = Report("none", charged_recompute=0.0, ttft_ms=spent, total_ms=spent)
+        told = ToldStream(NOTHING_FOUND, report)
         form = self.form(parts_thoughts=False)
         return AnswerStream(told, question, (), lookup, form.growing())
 

@@ -285,7 +285,9 @@ def test_a_question_without_sources_is_declined_and_no_model_is_asked(rag, calls
     nothing = {"min_score": 1.0, **GREEDY}
     answer = rag.ask(QUESTION, **nothing)
     assert (answer.text, answer.sources) == (NOTHING_FOUND, ())
-    assert (answer.report.prompt_tokens, answer.report.output_tokens) == (0, 0)
+    report = answer.report
+    assert (report.prompt_tokens, report.output_tokens) == (0, 0)
+    assert 0 < report.search_ms <= report.ttft_ms == report.total_ms
     assert "no chunk reaches min_score" in answer.report.notes[0]
     assert rag.ask(QUESTION, where={"source": "nowhere/*"}, **GREEDY).text == NOTHING_FOUND
     assert list(rag.stream(QUESTION, **nothing)) == [NOTHING_FOUND]
