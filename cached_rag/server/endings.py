@@ -165,7 +165,7 @@ class Metrics:
         """Count an answer, when it is complete or given up.
 
         Args:
-            is_whole: it was not given up, so that its time is that of an answer.
+            is_whole: it neither failed nor was given up, so that its time is that of an answer.
         """
         counts = {
             "prompt": report.prompt_tokens,

@@ -213,7 +213,7 @@ class Service:
                 stream.cancel()
                 # The report of one that is given up has no numbers before the pass under way ends.
                 report = replace(stream.report, output_tokens=len(stream.token_ids))
-                is_whole = report.total_ms > 0 and stream.finish_reason != "cancelled"
+                is_whole = report.total_ms > 0 and stream.finish_reason in ("stop", "length")
                 self.metrics.answered(report, is_whole=is_whole)
             asked.lease.close()
 

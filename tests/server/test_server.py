@@ -381,6 +381,22 @@ def test_metrics_count_what_was_made_of_an_answer_that_was_given_up():
     assert float(found["cached_rag_answer_seconds_count"]) == 0  # it has no end
 
 
+def test_metrics_take_no_time_of_an_answer_that_failed():
+    model, left = Recording(tiny_model("llama")), iter(range(5))
+
+    def breaks(_):
+        if next(left, None) is None:
+            raise RuntimeError("broken")
+
+    model.before, model.eos_ids = breaks, frozenset()
+    with Engine(model) as engine, serving(engine) as (address, _):
+        body = GREEDY | {"messages": MESSAGES, "max_tokens": 60, "drafts": False}
+        assert httpx.post(f"{address}/v1/chat/completions", json=body).status_code == 500
+        found = httpx.get(f"{address}/metrics").text.splitlines()
+    assert "cached_rag_answer_seconds_count 0.0" in found
+    assert 'cached_rag_tokens_total{kind="answer"} 0.0' not in found  # control: it had begun
+
+
 def test_langchains_client_works_against_it(server, engine):
     llm = ChatOpenAI(
         model=NAME, base_url=f"{server[0]}/v1", api_key="none", temperature=0, max_tokens=8
