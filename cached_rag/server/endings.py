@@ -8,13 +8,13 @@ reports, and no request's content. Knows HTTP; knows no path.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import logging
 import math
 import re
 import uuid
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from fastapi import Request
@@ -186,9 +186,14 @@ class Metrics:
 
     def text(self) -> bytes:
         """All counts in Prometheus' format."""
-        for method, found in self._audits.found().items():
-            for figure, value in dataclasses.asdict(found).items():
-                self._audit.labels(_root(method), figure).set(value)
+        found = sorted(self._audits.found().items(), key=lambda one: _root(one[0]))
+        for root, alike in groupby(found, key=lambda one: _root(one[0])):
+            audits = [audit for _, audit in alike]
+            count = sum(audit.count for audit in audits)
+            self._audit.labels(root, "count").set(count)
+            for figure in ("kl", "agreement"):
+                total = sum(audit.count * getattr(audit, figure) for audit in audits)
+                self._audit.labels(root, figure).set(total / count)
         return generate_latest(self._registry)
 
 

@@ -153,6 +153,11 @@ def test_metrics_and_an_index_have_it(audited, tmp_path):
     engine.write_back.drain()
     lines = Metrics(engine).text().decode().splitlines()
     assert 'cached_rag_audit{figure="count",method="epic"} 1.0' in lines
+    engine.audits.note("epic", engine.audits.found()["epic:anchor_tokens=4"].kl + 2, agrees=False)
+    lines = Metrics(engine).text().decode().splitlines()
+    found = dict(line.rsplit(" ", 1) for line in lines if line.startswith("cached_rag_audit{"))
+    assert float(found['cached_rag_audit{figure="count",method="epic"}']) == 2
+    assert float(found['cached_rag_audit{figure="kl",method="epic"}']) > 1
     with CachedRAG.open(tmp_path, embedding=WordEmbedding(), audit_rate=0.5) as rag:
         assert rag._folder.store.audit_rate == 0.5
 
