@@ -49,7 +49,7 @@ PAGES = [
 KEPT = DOCS / "figures"
 # Trials are found at their commits; every other figure is of this commit or a later one.
 TRIALS, SINCE = DOCS / "experiments.md", "3c2f4d6"
-COMMIT = re.compile(r"(?:[Cc]ommits?\s+`?|\band )([0-9a-f]{7})\b")
+COMMIT = re.compile(r"(?:[Cc]ommits?\s+`?|\band )([0-9a-f]{7,40})\b")
 _BLOCK = re.compile(r"(<!-- figures: (\S+)\n.*?-->\n)(.*?)<!-- end -->", re.DOTALL)
 
 

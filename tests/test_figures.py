@@ -75,6 +75,7 @@ IN_HISTORY = pytest.mark.skipif(
 
 @IN_HISTORY
 def test_commits_that_are_named_exist():
+    assert figures.COMMIT.findall("commits d04b14af and 1c69f9d") == ["d04b14af", "1c69f9d"]
     named = {one.commit for one in figures.sources()}
     named |= set(re.findall(r"([0-9a-f]{7}) \|$", figures.TRIALS.read_text(), re.M))
     assert len(named) > 20
