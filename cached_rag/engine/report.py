@@ -13,7 +13,7 @@ class Report:
     """Figures of one request, complete when its answer is. Times are in milliseconds.
 
     Attributes:
-        method: the method that was used; never "auto".
+        method: the method that was used: as it was asked for, or what took its place.
         prompt_tokens: number of the prompt's tokens.
         cached_tokens: how many of them were taken from cached KV and not recomputed.
         recomputed_tokens: how many had cached KV and were computed again in every layer.
