@@ -59,6 +59,9 @@ _TOKENIZERS: WeakKeyDictionary[Any, tuple[tuple[object, ...], Any]] = WeakKeyDic
 _MAKING = threading.Lock()
 # Of a grammar: strings, comments and regular expressions, or else the name of a control token.
 _NAMED = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(<[^<>\s]+>)')
+# What the library's errors say behind the reason: its state, in which files of which folders it
+# failed, and names of `_deaf`.
+_NOT_SAID = re.compile(r"\n<(?:state|backtrace)>|; following special tokens")
 
 
 @dataclass(frozen=True)
@@ -329,8 +332,7 @@ class Matcher:
 
     def _check(self, what: str) -> None:
         if self._matcher.is_error():
-            error = self._matcher.get_error().strip().partition("\n<state>")[0]
-            why = error.partition("; following special tokens")[0]  # in names of `_deaf`
+            why = _NOT_SAID.split(self._matcher.get_error().strip(), maxsplit=1)[0]
             raise ConfigError(f"the answer's grammar {what}: {why}")
 
 

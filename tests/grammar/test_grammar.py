@@ -203,6 +203,12 @@ def test_what_would_hold_up_all_answers_is_refused(schema):
     assert Grammar.json({"description": "a" * 40_000, "type": "integer"})
 
 
+def test_where_the_library_breaks_off_is_nobodys_to_know(engine):
+    with pytest.raises(ConfigError, match=r"cannot be read: .*symbols") as error:
+        engine.stream(PROMPT, grammar=Grammar.json({"const": [1] * 66_000}))
+    assert "backtrace" not in str(error.value)
+
+
 def test_what_the_tokenizer_cannot_spell_is_an_error_and_the_next_answer_is_made(engine):
     with pytest.raises(ConfigError, match="cannot spell"):
         ask(engine, Grammar.choice(["你好"]))
