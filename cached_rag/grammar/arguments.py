@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -95,29 +95,34 @@ class NamedArguments:
         """As `JsonArguments.leads`."""
         return (self.before, end)
 
-    def rules(self, name: str, schema: Json, end: str, mark: Mark) -> list[str]:
-        """As `JsonArguments.rules`."""
+    def rules(self, name: str, schema: Json, end: str, mark: Mark) -> Iterator[str]:
+        """As `JsonArguments.rules`, one by one: each argument's may have all definitions in it."""
         listed = schema.get("properties")
-        notation = self._literals(mark) if self._is_quoted else []
         if not isinstance(listed, Mapping):
-            one = self._argument(f"{name}_0", "NAME", {}, mark)
             body = f"({name}_0 ({mark(self.separator)} {name}_0)*)?"
-            return [f"{name}: {body} {mark(end)}", *one, _NAME_RULE, *notation]
+            yield f"{name}: {body} {mark(end)}"
+            yield from (*self._argument(f"{name}_0", "NAME", {}, mark), _NAME_RULE)
+        else:
+            yield f"{name}: {name}_first0 {mark(end)}"
+            yield from self._listed(name, listed, schema, mark)
+        if self._is_quoted:
+            yield from self._literals(mark)
+
+    def _listed(
+        self, name: str, listed: Mapping[str, Any], schema: Json, mark: Mark
+    ) -> Iterator[str]:
+        """The rules of arguments that a schema lists, in this order."""
         shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        rules = [f"{name}: {name}_first0 {mark(end)}"]
         required = schema.get("required")
         needed = required if isinstance(required, list | tuple) else ()
         for at, (key, part) in enumerate(listed.items()):
             own = {**shared, **part} if isinstance(part, Mapping) else shared
             optional = "" if key in needed else "?"
             rest, skipped = f"{name}_more{at + 1}", f" | {name}_first{at + 1}" if optional else ""
-            rules += [
-                f"{name}_first{at}: {name}_{at} {rest}{skipped}",
-                f"{name}_more{at}: ({mark(self.separator)} {name}_{at}){optional} {rest}",
-                *self._argument(f"{name}_{at}", quoted(str(key)), own, mark),
-            ]
-        ends = [f'{name}_{kind}{len(listed)}: ""' for kind in ("first", "more")]
-        return [*rules, *ends, *notation]
+            yield f"{name}_first{at}: {name}_{at} {rest}{skipped}"
+            yield f"{name}_more{at}: ({mark(self.separator)} {name}_{at}){optional} {rest}"
+            yield from self._argument(f"{name}_{at}", quoted(str(key)), own, mark)
+        yield from (f'{name}_{kind}{len(listed)}: ""' for kind in ("first", "more"))
 
     def _argument(self, name: str, key: str, schema: Json, mark: Mark) -> list[str]:
         """The rule of an argument, and those that it needs."""

@@ -31,6 +31,13 @@ To call a function, answer {how}, and nothing after it:
 ToolChoice = str
 _NO_PARAMETERS: Json = {"properties": {}}
 _DEEPEST = 64
+# Most characters of all tools' rules. Where each argument has a place of its own, each has a copy
+# of the definitions that a schema's parts share.
+_LARGEST = 1 << 24
+_TOO_LARGE = (
+    f"the tools' parameters make a grammar of more than {_LARGEST} characters; offer fewer tools, "
+    "or with fewer parameters and definitions ($defs)"
+)
 
 
 def checked(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,10 +191,13 @@ def tool_grammar(
     def text(literal: str) -> str:
         return _literal(literal, controls)
 
-    bodies, rules = [], [TEXT_RULE]
+    bodies, rules, size = [], [TEXT_RULE], 0
     for at, (name, parameters) in enumerate(wanted.items()):
         bodies.append(f"{quoted(name)} {text(form.middle)} arguments{at}")
-        rules += form.arguments.rules(f"arguments{at}", parameters, form.end, text)
+        for rule in form.arguments.rules(f"arguments{at}", parameters, form.end, text):
+            size += len(rule)
+            require(size <= _LARGEST, _TOO_LARGE)
+            rules.append(rule)
     rules.append(f"call: {' | '.join(bodies)}")
     several = ""
     if form.separator is not None and parallel:

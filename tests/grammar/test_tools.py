@@ -112,6 +112,23 @@ def test_the_form_of_calls_is_the_templates(template, form):
     assert found.lists == found.writes == (template != "none")
 
 
+def test_definitions_that_each_argument_copies_are_bounded(monkeypatch):
+    monkeypatch.setattr("cached_rag.grammar.tools._LARGEST", 100_000)
+    few, many = (
+        {
+            "properties": {f"p{n}": {"$ref": f"#/$defs/d{n}"} for n in range(count)},
+            "$defs": {f"d{n}": {"type": "integer"} for n in range(count)},
+        }
+        for count in (20, 100)
+    )
+    listed = [{"type": "function", "function": {"name": "f", "parameters": few}}]
+    assert Tools(tokenization("xml"), listed).grammar
+    listed[0]["function"]["parameters"] = many
+    assert Tools(tokenization("hermes"), listed).grammar  # which has them once
+    with pytest.raises(ConfigError, match=r"fewer parameters and definitions"):
+        Tools(tokenization("xml"), listed).grammar  # noqa: B018
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_tools_calls_and_results_are_shown_to_the_model(template):
     text = tokenization(template)
