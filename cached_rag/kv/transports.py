@@ -92,8 +92,10 @@ def open_transport(url: str, timeout_s: float) -> Transport:
 
 
 def label_of(url: str) -> str:
-    """A URL without user, password and query, to be shown."""
-    scheme, _, rest = url.partition("://")
+    """A URL without user, password and query, to be shown; of what is none, its first word."""
+    scheme, there, rest = url.partition("://")
+    if not there:
+        return re.split(r"\W", url)[0]
     secret, _, place = rest.rpartition("@")
     if "?" in secret:  # a password has it, or a query has the "@": both may be secret
         place = "..."

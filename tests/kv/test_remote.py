@@ -424,6 +424,10 @@ def test_addresses():
     assert label_of("redis://user:secret@host:1/0?x=y") == "redis://host:1/0"
     assert label_of("redis://user:sec/r@et@host:1/0") == "redis://host:1/0"
     assert "secret" not in label_of("redis://host/0?password=x@secret")
+    for url in ("redis:/user:secret@host", "redis//user:secret@host", "user:secret@host:1"):
+        with pytest.raises(ConfigError, match=r"(redis|user)'? is no address") as error:
+            open_transport(url, 1.0)
+        assert "secret" not in str(error.value)
 
 
 @pytest.mark.parametrize(
