@@ -18,6 +18,7 @@ from pathlib import Path
 
 from cached_rag.errors import ConfigError, DocumentError
 from cached_rag.kv.database import Database
+from cached_rag.kv.files import status_of
 from cached_rag.kv.fingerprint import digest
 from cached_rag.library.ledger import HALF_PAIR
 from cached_rag.rag.document import shown
@@ -323,9 +324,10 @@ class Roots:
 
         Raises:
             DocumentError: it has not.
+            StoreError: this user may not look at the old place.
         """
         sources = ((join(root.name, file.relative_to(root.path)), file) for file in files)
-        if former.exists() or not any(is_unchanged(*one) for one in sources):
+        if status_of(former) is not None or not any(is_unchanged(*one) for one in sources):
             raise DocumentError(
                 f"the index has documents called {root.name} from {former}, and {root.path} seems "
                 "to be something else; ingest it by another name (name=, --name), or by that "

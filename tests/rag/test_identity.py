@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+from pathlib import Path
 
 import pytest
 from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding
 
 from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
-from cached_rag.errors import DocumentError
+from cached_rag.errors import DocumentError, StoreError
 
 
 @pytest.fixture
@@ -97,6 +99,25 @@ def test_a_moved_folder_keeps_its_documents(rag, docs, tmp_path):
     assert sources(rag) == SOURCES[1:]
     assert all(CHUNKS[0] not in hit.text for hit in rag.search("lighthouse keeper", 9))
     assert rag.delete(moved / "b.txt").source == "docs/b.txt"
+
+
+def test_where_the_old_place_may_not_be_looked_at_it_is_not_known_to_have_moved(
+    rag, docs, tmp_path, monkeypatch
+):
+    ingest(rag, docs)
+    moved = tmp_path / "elsewhere" / "docs"
+    shutil.copytree(docs, moved)
+    stat = Path.stat
+
+    def refused(path, **options):
+        if path == docs:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    with pytest.raises(StoreError, match="allow this user to search"):
+        ingest(rag, moved)
+    assert ingest(rag, moved, name="docs").unchanged == 3
 
 
 def test_two_folders_of_one_name_are_not_mixed_up(rag, docs, tmp_path):
