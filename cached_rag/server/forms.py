@@ -25,6 +25,7 @@ Json = dict[str, Any]
 _MOST_TOOLS = 128  # as OpenAI's
 _MOST_ARGUMENTS = 100_000
 _MOST_FIELDS = 100
+_MOST_SAID = 1000
 # The kind of the errors by settings that this server lacks, whose context names the "field".
 REFUSED = "refused"
 _Word = Literal["none", "auto", "required"]
@@ -322,5 +323,10 @@ def usage(reports: Sequence[Report], num_answers: int = 1) -> Json:
 
 
 def failure(message: str, kind: str, code: str | None = None, param: str | None = None) -> Json:
-    """An error in OpenAI's form; `param` is the field that it is about."""
+    """An error in OpenAI's form; `param` is the field that it is about.
+
+    Of a long message, which has what the client sent in it, the beginning is told.
+    """
+    if len(message) > _MOST_SAID:
+        message = f"{message[:_MOST_SAID]} ..."
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -244,6 +244,9 @@ def test_a_schema_that_is_too_deep_is_the_clients_error(client, levels):
             client.chat.completions.create(**ASK, **changed)
 
 
+LONG = "x" * 9000
+
+
 def calling(arguments):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"messages": [*QUESTION, {"role": "assistant", "tool_calls": [call]}]}
@@ -259,6 +262,8 @@ def calling(arguments):
         calling('{"a": "\\ud800"}'),
         calling("[" * 90_000),
         calling("x" * 200_000),
+        calling(json.dumps("x" * 90_000)),
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": LONG}}}},
     ],
 )
 def test_what_is_malformed_is_the_clients_error(address, changed):
@@ -266,6 +271,7 @@ def test_what_is_malformed_is_the_clients_error(address, changed):
     url, body = f"{address}/v1/chat/completions", json.dumps(ASK | changed)
     answer = httpx.post(url, content=body, headers=headers, timeout=60)
     assert answer.status_code == 400, answer.text
+    assert len(answer.content) < 3000
 
 
 def test_odd_parts_of_a_schema_change_nothing(client):
