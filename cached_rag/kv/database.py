@@ -180,17 +180,16 @@ class Database:
         if self.is_read_only:
             raise self._forbidden("it is read-only for this user")
 
-        def begin() -> None:
-            self._connection.execute("BEGIN IMMEDIATE")
-            self._lock.acquire()  # a second time, for `_when_free` lets go of its own
-
+        deadline = time.monotonic() + patience_s
         with self._explained():
-            self._when_free(begin, patience_s)
-            try:
-                with self._connection:
-                    yield self._connection
-            finally:
-                self._lock.release()
+            while True:
+                with self._lock:
+                    self._check_open()
+                    with self._connection as connection:  # ends what an interrupt left begun
+                        if self._is_done(partial(connection.execute, "BEGIN IMMEDIATE"), deadline):
+                            yield connection
+                            return
+                time.sleep(_POLL_S)
 
     def rows(self, query: str, *parameters: object) -> list[tuple[object, ...]]:
         """All rows of one query."""
@@ -291,21 +290,31 @@ class Database:
 
         Between two tries the lock is free.
         """
-        deadline = time.monotonic() + patience_s
+        deadline, found = time.monotonic() + patience_s, list[_T]()
         while True:
             with self._lock:
-                if self._is_closed:
-                    raise ClosedError(
-                        f"{self.path} was closed; open the index, or load the engine, that uses "
-                        "it again, and close it only when nothing will be asked any more"
-                    )
-                try:
-                    return act()
-                except sqlite3.DatabaseError as error:
-                    may_pass = "locked" in str(error) or self._is_outdated()
-                    if not may_pass or time.monotonic() > deadline:
-                        raise
+                self._check_open()
+                if self._is_done(lambda: found.append(act()), deadline):
+                    return found[0]
             time.sleep(_POLL_S)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(
+                f"{self.path} was closed; open the index, or load the engine, that uses "
+                "it again, and close it only when nothing will be asked any more"
+            )
+
+    def _is_done(self, act: Callable[[], object], deadline: float) -> bool:
+        """Call `act`; False if another process is in the way, and the deadline is not over."""
+        try:
+            act()
+        except sqlite3.DatabaseError as error:
+            may_pass = "locked" in str(error) or self._is_outdated()
+            if not may_pass or time.monotonic() > deadline:
+                raise
+            return False
+        return True
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

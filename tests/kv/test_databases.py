@@ -262,6 +262,30 @@ def test_a_question_does_not_wait_for_a_stuck_writer(stuck, clock, caplog):
     assert clock[0] < 1
 
 
+class Interrupted(sqlite3.Connection):
+    """Ctrl-C comes when the first transaction is just begun."""
+
+    is_over = False
+
+    def execute(self, *asked):
+        found = super().execute(*asked)
+        if asked[0].startswith("BEGIN") and not self.is_over:
+            self.is_over = True
+            raise KeyboardInterrupt
+        return found
+
+
+def test_a_transaction_that_is_interrupted_when_it_begins_leaves_none_open(tmp_path):
+    own = Database(tmp_path / "x.sqlite", "CREATE TABLE IF NOT EXISTS t (x)")
+    own._connection = sqlite3.connect(own.path, check_same_thread=False, factory=Interrupted)
+    with pytest.raises(KeyboardInterrupt), own.transaction():
+        pass
+    with own.transaction() as connection:
+        connection.execute("INSERT INTO t VALUES (1)")
+    assert own.rows("SELECT x FROM t") == [(1,)]
+    own.close()
+
+
 def test_who_waits_for_another_process_holds_up_nobody_here(tmp_path, monkeypatch):
     path, is_waiting, may_go, errors = (
         tmp_path / "d.sqlite",
