@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
+from weakref import WeakSet
 
 from cached_rag.errors import ClosedError, ConfigError, StoreError, StoreFullError
 from cached_rag.kv.files import make_folder, status_of
@@ -89,7 +90,7 @@ class Database:
             self.is_read_only = path.is_file() and not is_writable
         except OSError as error:
             raise self._forbidden(str(error)) from error
-        self._reopened = 0
+        self._reopened, self._is_forked = 0, False
         with self._explained():
             self._connect()
             try:
@@ -99,6 +100,7 @@ class Database:
                 self.close()
                 raise
         self._status = status_of(path)
+        _OPEN.add(self)
 
     def is_replaced(self) -> bool:
         """Whether another file has its path by now: somebody removed it, and it was made anew."""
@@ -147,12 +149,28 @@ class Database:
         for suffix in _SUFFIXES:
             _make_private(self.path.with_name(self.path.name + suffix))
         self._connection.execute("PRAGMA journal_mode=WAL")
-        self._connection.execute("PRAGMA synchronous=NORMAL")
-        self._connection.execute("PRAGMA secure_delete=ON")  # overwrites what is deleted
+        self._tune()
         if not self._layout():
             self._connection.execute(f"PRAGMA user_version = {LAYOUT}")
         self._check_layout()
         self._connection.executescript(schema)
+
+    def _tune(self) -> None:
+        self._connection.execute("PRAGMA synchronous=NORMAL")
+        self._connection.execute("PRAGMA secure_delete=ON")  # overwrites what is deleted
+
+    def _forked(self) -> None:
+        """Close the connection in a forked child, which opens another one when it asks.
+
+        SQLite's locks stay with the parent: what the child wrote by its connection would be lost as
+        soon as another process took the file for unused. One that a thread of the parent was just
+        using stays open, for it cannot be closed.
+        """
+        if self.path != IN_MEMORY:
+            if self._lock.acquire(blocking=False):
+                self._connection.close()
+            self._is_forked = True
+        self._lock = threading.RLock()
 
     def _layout(self) -> int:
         """The layout of the tables that there are; 0 where there are none."""
@@ -304,6 +322,10 @@ class Database:
                 f"{self.path} was closed; open the index, or load the engine, that uses "
                 "it again, and close it only when nothing will be asked any more"
             )
+        if self._is_forked:
+            self._connect()
+            self._tune()
+            self._is_forked, self._reopened = False, self._reopened + 1
 
     def _is_done(self, act: Callable[[], object], deadline: float) -> bool:
         """Call `act`; False if another process is in the way, and the deadline is not over."""
@@ -358,6 +380,18 @@ class Database:
             f"{self.path} cannot be written ({why}); allow this user to write it and its folder "
             f"{self.path.parent}, or choose another folder"
         )
+
+
+_OPEN: WeakSet[Database] = WeakSet()
+
+
+def _after_fork() -> None:
+    for database in list(_OPEN):
+        database._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _check_file(path: Path) -> None:

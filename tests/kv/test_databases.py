@@ -9,7 +9,7 @@ import sqlite3
 import stat
 import subprocess
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -284,6 +284,25 @@ def test_a_transaction_that_is_interrupted_when_it_begins_leaves_none_open(tmp_p
         connection.execute("INSERT INTO t VALUES (1)")
     assert own.rows("SELECT x FROM t") == [(1,)]
     own.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_what_a_forked_child_writes_is_not_lost_when_its_parent_has_closed(tmp_path):
+    path, (ready, go) = tmp_path / "x.sqlite", os.pipe()
+    own = Database(path, "CREATE TABLE IF NOT EXISTS t (x)")
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):  # nothing may leave this process
+            os.read(ready, 1)
+            with own.transaction() as connection:
+                connection.execute("INSERT INTO t VALUES (1)")
+            os._exit(7 if own.rows("SELECT * FROM t") == [(1,)] else 1)
+        os._exit(1)
+    own.close()  # the last one that uses the file, as far as SQLite knows
+    os.write(go, b"x")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    with closing(Database(path, "")) as later:
+        assert later.rows("SELECT * FROM t") == [(1,)]
 
 
 def test_who_waits_for_another_process_holds_up_nobody_here(tmp_path, monkeypatch):
