@@ -77,7 +77,7 @@ class BusyError(CachedRAGError):
 
 
 class ClosedError(CachedRAGError):
-    """An index or an engine is used after it was closed."""
+    """An index or an engine is used after it was closed, or an engine in a forked process."""
 
 
 class StoreError(CachedRAGError):

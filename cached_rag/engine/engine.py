@@ -7,6 +7,7 @@ is prefilled stands in `prefill.py`. Knows no documents and no framework.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from cached_rag.backends.base import Backend, exclusively
 from cached_rag.backends.prompt_text import Message, Rendered, Tokens
@@ -49,6 +50,7 @@ _log = logging.getLogger(__name__)
 
 _SHARED: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
 _SHARING = threading.Lock()
+_OPEN: WeakSet[Engine] = WeakSet()
 
 
 @runtime_checkable
@@ -70,6 +72,8 @@ Prompt = str | Sequence[Message] | Rendered | Planned
 
 class Engine:
     """A model and the library of chunks that it has encoded. Safe for several threads.
+
+    A forked process has to make its own: there, those that were made before are closed.
 
     `Engine.load` makes one from a model's name; `Engine(wrap_model(...))` takes a model that is
     loaded already. Prompts that are asked at the same time are answered together.
@@ -135,6 +139,7 @@ class Engine:
             beside.scheduler if beside else Scheduler(model, batch or BatchConfig(), self.sequences)
         )
         self.library.when_forgotten(self._let_go)  # which needs all of these
+        _OPEN.add(self)
 
     @classmethod
     def load(
@@ -194,6 +199,7 @@ class Engine:
                 disk, texts and their KV go with the last of them that is closed. What prompts left
                 (`sequence_bytes`) is there for the next, unless others forgot texts meanwhile.
         """
+        self.check_open()
         settings = replace(self.settings, namespace=namespace)
         given = self.tokenization.template.kwargs
         return Engine(self.model, settings, chat_template_kwargs=given, beside=self)
@@ -256,7 +262,8 @@ class Engine:
         if self._is_closed:
             raise ClosedError(
                 f"this engine ({self.model.name}) was closed; make another one (Engine.load, "
-                "Engine.shared, CachedRAG.open), and close it only when it is not asked any more"
+                "Engine.shared, CachedRAG.open), and close it only when it is not asked any more; "
+                "a forked process has to make its own"
             )
 
     # Texts -----------------------------------------------------------------------------------
@@ -590,3 +597,17 @@ class Engine:
             plain = prompt.plain()  # of which nothing is a control token
             prompt = Rendered(plain, ((0, len(plain)),)) if isinstance(plain, str) else plain
         return prompt if isinstance(prompt, Rendered) else self.tokenization.template.render(prompt)
+
+
+def _after_fork() -> None:
+    """Close all engines in a forked child: it has not their threads, and locks may stay held."""
+    global _SHARING
+    _SHARING = threading.Lock()
+    _SHARED.clear()
+    for engine in list(_OPEN):
+        engine._is_closed = True
+        engine.scheduler.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -87,6 +87,30 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert len(kv_files(tmp_path)) >= len(TEXTS)
 
 
+def test_a_forked_child_is_told_to_make_an_engine_of_its_own(model_folder, tmp_path):
+    end = """
+import os, signal
+from cached_rag.errors import ClosedError
+engine = Engine.shared(sys.argv[1], store=StoreConfig(path=sys.argv[2]), dtype="float32")
+with engine.lock:  # as what encodes in the background holds it
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # where it would wait for ever
+        try:
+            engine.generate("Why?")
+        except ClosedError as error:
+            print(error, file=sys.stderr)
+        engine.close()
+        own = Engine.shared(sys.argv[1], store=StoreConfig(path=sys.argv[2]), dtype="float32")
+        os._exit(7 if own.generate("Why?", max_tokens=2).token_ids else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert engine.generate("Why?", max_tokens=2).token_ids
+"""
+    code, _, said = run(model_folder, tmp_path, end=end)
+    assert code == 0
+    assert "a forked process has to make its own" in said
+
+
 def test_closing_finishes_what_waits(tmp_path):
     engine = Engine(tiny_model("llama"), StoreConfig(path=str(tmp_path)))
     engine.register(CHUNKS)
