@@ -186,7 +186,7 @@ def _ask(
 ) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
-    with suppress(OSError):  # it has died
+    with suppress(OSError, ValueError):  # it has died; or Ctrl-C came, and closed its pipes
         process.stdin.write(line)
         process.stdin.flush()
         answers.append(process.stdout.readline(most_bytes))

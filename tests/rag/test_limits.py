@@ -273,3 +273,11 @@ def test_a_reader_of_ones_own_is_called_here(tmp_path, monkeypatch):
     (tmp_path / "a.own").write_text("x")
     with ConfinedReader(DocumentLimits(), tmp_path) as reader:
         assert reader.load(tmp_path / "a.own").text == f"read by {os.getpid()}"
+
+
+def test_what_an_interrupt_has_closed_is_not_read_on():
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.communicate()
+    answers = []
+    reading_process._ask(process, b"line\n", 9, answers)  # which no thread may print a traceback of
+    assert answers == []
