@@ -93,7 +93,8 @@ made, begin = [], request.Request.__post_init__
 
 def begin_short(self):
     begin(self)
-    self.decoding._max_tokens = min(self.decoding._max_tokens, 8)
+    most = min(self.decoding._config.max_tokens, 8)
+    self.decoding._config = self.decoding._config.replace(max_tokens=most)
     made.append(self)
 
 request.Request.__post_init__ = begin_short
