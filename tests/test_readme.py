@@ -100,7 +100,7 @@ def begin_short(self):
 request.Request.__post_init__ = begin_short
 runpy.run_path(sys.argv[1], run_name="__main__")
 print()
-print(*(one.report.cached_tokens for one in made))
+print(*(one.prompt.report.cached_tokens for one in made))
 """
 
 
