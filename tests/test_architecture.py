@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -112,6 +113,21 @@ def test_integrations_use_public_names_only():
                 assert {alias.name for alias in node.names} <= public | {"spi"}
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "spi":
                 assert node.attr in spi.__all__
+
+
+# What SQLite has only from 3.35 on; RHEL 9 and Debian 11 have 3.34.
+NEWER_SQL = re.compile(r"\bRETURNING\b|\bON CONFLICT DO UPDATE\b|\bDROP COLUMN\b|\bMATERIALIZED\b")
+
+
+def newer_sql(text):
+    strings = (n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant))
+    return [one for one in strings if isinstance(one, str) and NEWER_SQL.search(one)]
+
+
+def test_statements_are_those_of_the_sqlite_that_old_systems_have():
+    assert newer_sql('rows(f"DELETE FROM {table} RETURNING key")') != []  # control
+    for path in [*FILES.values(), *INTEGRATIONS.values()]:
+        assert newer_sql(path.read_text()) == []
 
 
 # What runs or builds whatever it is given. `program.py` runs the user's own prompt functions.

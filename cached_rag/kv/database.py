@@ -204,7 +204,7 @@ class Database:
                 with self._lock:
                     self._check_open()
                     with self._connection as connection:  # ends what an interrupt left begun
-                        if self._is_done(partial(connection.execute, "BEGIN IMMEDIATE"), deadline):
+                        if self._succeeds(partial(connection.execute, "BEGIN IMMEDIATE"), deadline):
                             yield connection
                             return
                 time.sleep(_POLL_S)
@@ -312,7 +312,7 @@ class Database:
         while True:
             with self._lock:
                 self._check_open()
-                if self._is_done(lambda: found.append(act()), deadline):
+                if self._succeeds(lambda: found.append(act()), deadline):
                     return found[0]
             time.sleep(_POLL_S)
 
@@ -327,7 +327,7 @@ class Database:
             self._tune()
             self._is_forked, self._reopened = False, self._reopened + 1
 
-    def _is_done(self, act: Callable[[], object], deadline: float) -> bool:
+    def _succeeds(self, act: Callable[[], object], deadline: float) -> bool:
         """Call `act`; False if another process is in the way, and the deadline is not over."""
         try:
             act()
