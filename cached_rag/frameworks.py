@@ -137,15 +137,8 @@ class FrameworkModel(_Fields):
             ConfigError: a setting is unknown, out of range, or one that the engine that was given
                 has already. A `ValueError`, as what a setting of the wrong type raises.
         """
-        known = type(self).model_fields
         given = {name: value for name, value in settings.items() if name not in self._hosted}
-        unknown = given.keys() - known.keys() - {one.alias for one in known.values()}
-        if unknown:
-            raise ConfigError(unknown_settings(sorted(unknown), known))
-        for name, one in known.items():
-            if one.alias in given and name in given:
-                raise ConfigError(f"{name} and {one.alias} are one setting; give one of them")
-        super().__init__(**_of_the_tenant(given))
+        super().__init__(**_of_the_tenant(self._by_field(given)))
         self.answer_config({})
         self._loaded_with()
         self._check_given()
@@ -201,6 +194,18 @@ class FrameworkModel(_Fields):
         return self.engine.model.name if self.engine is not None else self._named
 
     # Settings --------------------------------------------------------------------------------
+
+    @classmethod
+    def _by_field(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings by the names of their fields, of which some have another name, too."""
+        known = cls.model_fields
+        fields = {one.alias or name: name for name, one in known.items()}
+        if unknown := given.keys() - known.keys() - fields.keys():
+            raise ConfigError(unknown_settings(sorted(unknown), known))
+        for alias, name in fields.items():
+            if alias != name and {alias, name} <= given.keys():
+                raise ConfigError(f"{name} and {alias} are one setting; give one of them")
+        return {fields.get(name, name): value for name, value in given.items()}
 
     def changed_settings(self) -> dict[str, Any]:
         """Of what an engine is loaded with, all that is not the default."""
@@ -308,8 +313,13 @@ class FrameworkModel(_Fields):
         return super().__deepcopy__(memo)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's, which would copy an engine that was given, too, if there are updates."""
-        changed = {"engine": self.engine, **_of_the_tenant(update)} if update else None
+        """As pydantic's, which would copy an engine that was given, too, if there are updates.
+
+        Raises:
+            ConfigError: a setting is unknown, which pydantic's would take and pass over.
+        """
+        own = self._by_field(update or {})
+        changed = {"engine": self.engine, **_of_the_tenant(own)} if own else None
         return super().model_copy(update=changed, deep=deep)
 
     def __getstate__(self) -> dict[Any, Any]:

@@ -44,6 +44,8 @@ def test_a_misspelt_setting_is_told_the_nearest_and_an_unheard_of_one_the_list(m
         model(temprature=1)
     with pytest.raises(ValueError, match=r"unknown setting 'xyz'; settings are .*max_tokens"):
         model(xyz=1)
+    with pytest.raises(ConfigError, match=r"'namspace': did you mean namespace\?"):
+        model().model_copy(update={"namspace": "bob"})
 
 
 def test_a_misspelt_model_is_told_so(tmp_path):

@@ -159,7 +159,7 @@ def test_copies_of_another_model_have_its_context_length(monkeypatch):
     large = ChatCachedRAG(model="large", max_tokens=2)
     if getattr(large, "profile", None) is None:
         pytest.skip("langchain-core has none before 1.1")
-    small = large.model_copy(update={"model_name": "small"})
+    small = large.model_copy(update={"model": "small"})
     for llm, length in ((small, 512), (large, 1024)):
         llm.invoke("Hello")
         assert (llm.profile["name"], llm.profile["max_input_tokens"]) == (llm.model_name, length)
