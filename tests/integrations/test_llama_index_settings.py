@@ -10,6 +10,7 @@ import pytest
 from conftest import CHUNKS, NEW_PROMPTS, tiny_model, tiny_tokenizer
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.llms.cached_rag import CachedRAGLLM
+from pydantic import ValidationError
 
 from cached_rag import CachedRAG, ConfigError, Engine, wrap_model
 
@@ -71,6 +72,8 @@ def test_settings_of_an_engine_that_was_given_are_its_own(engine, tmp_path):
         of_index = CachedRAGLLM(engine=rag, max_tokens=1)
         assert of_index.metadata.model_name == rag.settings["model"] == "llama"
         assert of_index.loaded_engine() is engine
+    with pytest.raises(ValidationError, match="an instance of Engine"):
+        CachedRAGLLM(engine=engine.model)
 
 
 def test_a_given_engine_is_of_its_own_namespace(engine, tmp_path):

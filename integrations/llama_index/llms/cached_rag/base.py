@@ -78,11 +78,8 @@ class CachedRAGLLM(spi.FrameworkModel, FunctionCallingLLM):
         Raises:
             ConfigError: see `cached_rag.spi.FrameworkModel`.
         """
-        if isinstance(engine, CachedRAG):
-            data.setdefault("model", engine.settings["model"])
-        elif engine is not None:
-            data.setdefault("model", engine.model.name)
         super().__init__(engine=engine, **data)
+        self.model = self._model
         if data.get("messages_to_prompt") is None:
             self.messages_to_prompt = OwnTemplate(self)
 
