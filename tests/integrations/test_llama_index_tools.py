@@ -266,3 +266,15 @@ def test_an_agent_calls_a_tool_once_and_reads_what_it_gave(llm, streaming):
 def test_a_tool_that_is_named_is_called_once(llm, asked, several):
     options = llm._prepare_chat_with_tools([TOOL], "Warm?", allow_parallel_tool_calls=True, **asked)
     assert options["parallel_tool_calls"] is several
+
+
+def test_a_tool_is_named_in_the_form_of_any_provider(llm):
+    for choice in (
+        {"type": "function", "function": {"name": "weather"}},
+        {"type": "tool", "name": "weather"},
+        {"type": "required"},
+    ):
+        answer = llm.chat_with_tools([TOOL], "Warm?", tool_choice=choice)
+        assert llm.get_tool_calls_from_response(answer)[0].tool_name == "weather"
+    with pytest.raises(ConfigError, match="there is no tool 'any_tool'"):
+        llm.chat_with_tools([TOOL], "Warm?", tool_choice={"type": "any_tool"})

@@ -43,8 +43,8 @@ def offered(tools: Sequence[BaseTool], choice: str, *, parallel: bool) -> dict[s
 def taken(engine: Engine, options: dict[str, Any]) -> Tools:
     """The tools among a call's options, which lose them."""
     tools, choice, parallel = (options.pop(name, None) for name in _OPTIONS)
-    if isinstance(choice, Mapping):
-        choice = choice["function"]["name"]
+    if isinstance(choice, Mapping):  # OpenAI's form, or Anthropic's
+        choice = choice.get("function", choice).get("name") or choice.get("type")
     form = (tools or (), choice or "auto", parallel)
     return Tools(engine.tokenization, *form, parts_thoughts=options.get("grammar") is None)
 
