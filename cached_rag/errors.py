@@ -105,7 +105,7 @@ class IndexMismatchError(CachedRAGError):
 
 
 class MissingPackageError(CachedRAGError, ImportError):
-    """A part of this library needs packages that are not installed."""
+    """A part of this library needs packages that are not installed, or other versions of them."""
 
     def __init__(self, what: str, extra: str, error: ImportError) -> None:
         """Say what is missing and how to get it.
@@ -120,7 +120,7 @@ class MissingPackageError(CachedRAGError, ImportError):
     def __str__(self) -> str:
         what, extra, error = self.args
         return (
-            f"{what} needs more packages ({error}); install them: "
+            f"{what} needs more packages, or other versions ({error}); install them: "
             f'pip install -e ".[{extra}]" in a checkout of Cached RAG'  # which is on no index
         )
 
@@ -135,14 +135,16 @@ def needs_extra(extra: str, what: str, *modules: str) -> Iterator[None]:
         modules: Python modules that must be there, too. They are looked for, but not imported.
 
     Raises:
-        MissingPackageError: something is not installed.
+        MissingPackageError: something is not installed, or lacks what is imported from it.
     """
     try:
         for module in modules:
             if find_spec(module) is None:
-                raise ModuleNotFoundError(f"No module named {module!r}")
+                raise ModuleNotFoundError(f"No module named {module!r}", name=module)
         yield
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        if error.name is None:  # not of an import itself: another extra's, or a library's own
+            raise
         raise MissingPackageError(what, extra, error) from error
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cached_rag import CachedRAG, CachedRAGError, Embedder
-from cached_rag.errors import BusyError, MissingPackageError, PMLError
+from cached_rag.errors import BusyError, MissingPackageError, PMLError, needs_extra
 from cached_rag.evaluation.summary import new_figure
 
 pytestmark = pytest.mark.slow
@@ -103,6 +103,17 @@ def test_a_plot_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingPackageError, match=r"a plot.*\[bench\]"):
         new_figure()
+
+
+def test_a_package_of_another_version_names_its_extra():
+    """Of what it lacks Python says whose it is; what has no name is an error of something else."""
+    lacks = pytest.raises(MissingPackageError, match=r"import name 'no_such'.*\[docs\]")
+    with lacks, needs_extra("docs", "reading"):
+        from json import no_such  # noqa: F401
+    for other in (ImportError("a model needs more"), MissingPackageError("a", "b", ImportError())):
+        with pytest.raises(ImportError) as raised, needs_extra("docs", "reading"):
+            raise other
+        assert raised.value is other
 
 
 def test_a_command_names_its_extra(tmp_path):
