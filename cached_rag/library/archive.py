@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from cached_rag.backends.base import Backend
-from cached_rag.errors import StoreError
+from cached_rag.errors import CorruptBlobError, StoreError
 from cached_rag.kv.buffer import KVBuffer, ModuleKV
 from cached_rag.kv.kept import KeptPrompt, KeptPrompts
 from cached_rag.kv.layers import Layered, each
@@ -90,11 +90,15 @@ class PromptArchive(Disk):
         best, _ = mine[lengths.index(length)]
         found = None
         with _logged("what a prompt left is computed anew"):
-            found = self._loaded(best, length)
-        if found is None or len(found.ids) < length:  # a piece is damaged, or missing
-            self._drop(best)
-            return found
-        self._writing.offer(("used", best.name), partial(self._touch, best))
+            try:
+                found = self._loaded(best, length)
+            except CorruptBlobError:
+                self._drop(best)
+                raise
+            if found is None or len(found.ids) < length:  # a piece is missing
+                self._drop(best)
+            else:
+                self._writing.offer(("used", best.name), partial(self._touch, best))
         return found
 
     def _touch(self, prompt: KeptPrompt) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 import stat
 from contextlib import closing
@@ -326,6 +327,17 @@ def test_damage_is_computed_anew_and_said(tmp_path, caplog):
     assert again(tmp_path, messages) == (good, 0)
     assert "damaged" in caplog.text
     assert again(tmp_path, messages)[1] > 150  # and kept again
+
+
+def test_what_cannot_be_read_for_a_while_is_kept(tmp_path, monkeypatch):
+    def refused(_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    messages = later_turn(asked_once(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr("cached_rag.kv.disk.TensorFile.at", refused)
+        assert again(tmp_path, messages, finish_seconds=0)[1] == 0
+    assert again(tmp_path, messages)[1] > 150
 
 
 def test_pieces_that_a_killed_process_did_not_write_are_no_error(tmp_path):
