@@ -113,8 +113,11 @@ class KeptPrompt:
         """Whether a text is in it, by its digest or by tokens."""
         if any(name == text_digest for name, _ in self.chunks):
             return True
-        whole, part = (f",{','.join(map(str, ids))}," for ids in (self.ids, token_ids))
-        return len(token_ids) > 0 and part in whole
+        return len(token_ids) > 0 and _spelled(token_ids) in self._spelled
+
+    @cached_property
+    def _spelled(self) -> str:
+        return _spelled(self.ids)  # once, for it takes long, and may be asked for each chunk
 
     def told(self) -> str:
         """It as JSON."""
@@ -351,6 +354,10 @@ def least_worth(held: Sequence[Mapping[Hashable, tuple[int, int]]]) -> int:
         return tokens / nbytes / (len(held) - at) if nbytes else math.inf
 
     return min(range(len(held)), key=worth)
+
+
+def _spelled(ids: Sequence[int]) -> str:
+    return f",{','.join(map(str, ids))},"
 
 
 def _held(prompt: KeptPrompt, sizes: Mapping[str, int]) -> dict[Hashable, tuple[int, int]]:
