@@ -334,8 +334,8 @@ def signed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def signing_key() -> str | None:
-    """What KV is signed with."""
-    return os.environ.get("CACHED_RAG_SIGNING_KEY") or None
+    """What KV is signed with; a key that is too short or too long is refused."""
+    return StoreConfig(signing_key=os.environ.get("CACHED_RAG_SIGNING_KEY") or None).signing_key
 
 
 def names(text: str) -> list[str]:

@@ -163,6 +163,14 @@ def test_explain_says_before_it_answers_that_it_cannot_write(index, tmp_path, mo
         assert str(page) in str(result.exception)
 
 
+@pytest.mark.parametrize("command", ["stats", "verify", "prune"])
+def test_store_refuses_a_key_that_no_store_can_have(command, index, monkeypatch):
+    monkeypatch.setenv("CACHED_RAG_SIGNING_KEY", "k" * 65)
+    (index / "kv" / "prompts").mkdir(parents=True, exist_ok=True)
+    result = run(cli.app, ["store", command, "--index", str(index)])
+    assert isinstance(result.exception, ConfigError), result.exception
+
+
 def test_commands_that_open_a_store_sign_it(tmp_path, monkeypatch):
     class OpenedError(Exception):
         """With this key."""
