@@ -117,8 +117,8 @@ def shown(error: Exception) -> str:
 class Calls:
     """One way of using a transport: its failures stop only calls of the same object.
 
-    After a failure nobody asks for a second; then one asks, and if that fails, too, the pause
-    doubles, up to half a minute.
+    After a failure nobody asks for a second, or as long as the failure took; then one asks, and if
+    that fails, too, the pause doubles, up to half a minute.
     """
 
     def __init__(self, transport: Transport, timeout_s: float) -> None:
@@ -220,7 +220,8 @@ class Calls:
         with self._lock:
             if began >= self._failed_at:
                 self._failed_at = time.monotonic()
-                self._pause = min(_LONGEST_S, max(_FIRST_S, 2 * self._pause))
+                took = self._failed_at - began
+                self._pause = min(_LONGEST_S, max(_FIRST_S, 2 * self._pause, took))
                 self._until = self._failed_at + self._pause
 
     def _was_closed(self) -> StoreError:

@@ -305,6 +305,23 @@ def test_a_slow_server_is_waited_for_no_longer_than_allowed(redis_at, tiers):
     proxy.close()
 
 
+def test_a_silent_server_is_waited_for_once_however_much_is_to_be_sent(
+    redis_at, tiers, monkeypatch
+):
+    monkeypatch.setattr(transports, "SENDING_S", 2.0)
+    monkeypatch.setattr(transports, "_FIRST_S", 0.1)
+    monkeypatch.setattr("cached_rag.kv.remote._PATIENCE_S", 0.5)
+    proxy = Proxy(redis_at.port)
+    proxy.delay_s = 60.0
+    tier = tiers(f"redis://127.0.0.1:{proxy.port}/4", timeout_s=0.5)
+    began = time.monotonic()
+    for n in range(8):
+        tier.offer("", key(n), module(n))
+    assert tier.drain() == 8
+    assert time.monotonic() - began < 6
+    proxy.close()
+
+
 def test_the_way_there_is_measured(redis_at, tiers):
     proxy, kv = Proxy(redis_at.port), module(61)
     tier = tiers(f"redis://127.0.0.1:{proxy.port}/5")
