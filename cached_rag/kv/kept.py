@@ -113,11 +113,12 @@ class KeptPrompt:
         """Whether a text is in it, by its digest or by tokens."""
         if any(name == text_digest for name, _ in self.chunks):
             return True
-        return len(token_ids) > 0 and _spelled(token_ids) in self._spelled
+        part = ",".join(map(str, token_ids))
+        return part != "" and f",{part}," in self._spelled
 
     @cached_property
     def _spelled(self) -> str:
-        return _spelled(self.ids)  # once, for it takes long, and may be asked for each chunk
+        return f",{','.join(map(str, self.ids))},"  # once, for many texts may be looked for
 
     def told(self) -> str:
         """It as JSON."""
@@ -275,7 +276,7 @@ class KeptPrompts:
         mine = (prompt for prompt in self.all() if prompt.namespace == namespace)
         gone = [prompt for prompt in mine if prompt.has(text_digest, token_ids)]
         self.remove(gone)
-        self._delete(self._disk.sizes())  # who was killed in `remove` left pieces without a prompt
+        self._delete(self._disk.sizes())  # whose rows were damaged, or who was killed in `remove`
         if gone or is_damaged:
             self._database.scrub()
         return len(gone)
@@ -290,14 +291,13 @@ class KeptPrompts:
         self._delete({key for prompt in prompts for key in prompt.keys})
 
     def _drop_damaged(self) -> bool:
-        """Delete damaged rows, and all pieces that no prompt has; says whether there were rows."""
+        """Delete damaged rows, whose pieces no prompt has then; says whether there were any."""
         _, is_damaged = self._current()
         if is_damaged:
             with self._database.transaction() as connection:
                 names = json.dumps([prompt.name for prompt in self._sound()[0]])
                 query = "DELETE FROM prompts WHERE name NOT IN (SELECT value FROM json_each(?))"
                 connection.execute(query, (names,))
-            self._delete(self._disk.sizes())
         return is_damaged
 
     def _delete(self, keys: Iterable[str]) -> None:
@@ -326,8 +326,8 @@ class KeptPrompts:
             How many files went, and their bytes.
         """
         before = self._disk.sizes()
-        if not self._drop_damaged():
-            self._delete(before)
+        self._drop_damaged()
+        self._delete(before)
         if max_bytes is not None:
             self._evict(max_bytes)
         litter, nbytes = self._disk.prune()
@@ -354,10 +354,6 @@ def least_worth(held: Sequence[Mapping[Hashable, tuple[int, int]]]) -> int:
         return tokens / nbytes / (len(held) - at) if nbytes else math.inf
 
     return min(range(len(held)), key=worth)
-
-
-def _spelled(ids: Sequence[int]) -> str:
-    return f",{','.join(map(str, ids))},"
 
 
 def _held(prompt: KeptPrompt, sizes: Mapping[str, int]) -> dict[Hashable, tuple[int, int]]:

@@ -84,9 +84,8 @@ class PromptArchive(Disk):
         """
         mine = self._mine(namespace)
         lengths = [usable(described) for _, described in mine]
-        if not mine or max(lengths) <= least:
+        if (length := max(lengths, default=0)) <= least:
             return None
-        length = max(lengths)
         best, _ = mine[lengths.index(length)]
         found = None
         with _logged("what a prompt left is computed anew"):
