@@ -25,7 +25,7 @@ _APART = {
     **dict.fromkeys((*_HEADINGS, *_AS_WRITTEN, *_LISTS, "p", "table", "dl", "blockquote", "hr"), 2),
     **dict.fromkeys(("div", "section", "article", "aside", "main", "nav", "header", "footer"), 1),
     **dict.fromkeys(("details", "summary", "fieldset", "legend", "form", "dialog", "address"), 1),
-    **dict.fromkeys(("li", "dt", "dd", "tr", "td", "th", "caption", "figure", "figcaption"), 1),
+    **dict.fromkeys(("li", "dt", "dd", "tr", "caption", "figure", "figcaption"), 1),
     **dict.fromkeys(("select", "optgroup", "option", "button", "center", "hgroup", "search"), 1),
     **dict.fromkeys(("body", "html", "title", "video", "audio", "object", "iframe", "canvas"), 1),
 }
@@ -136,7 +136,7 @@ class _Page:
             self._end_lines(self._lines + 1)
         elif tag == "tr":
             self._rows.append(next(element.iterdescendants("table", *_AS_WRITTEN), None) is None)
-        elif tag in ("td", "th") and self._rows and self._rows[-1]:
+        elif tag in ("td", "th"):
             self._begin_cell(element)
         elif tag in _LISTS:
             self._lists += 1
@@ -191,10 +191,11 @@ class _Page:
             self._lines = max(self._lines, lines)
 
     def _begin_cell(self, element: Any) -> None:
-        if next(element.itersiblings("td", "th", preceding=True), None) is not None:
-            self._lines = 0
+        self._in_line = bool(self._rows) and self._rows[-1]
+        if not self._in_line:
+            self._end_lines(1)
+        elif next(element.itersiblings("td", "th", preceding=True), None) is not None:
             self._say(" | ")
-        self._in_line = True
 
     def _say(self, text: str) -> None:
         if self._as_written and not self._in_line:

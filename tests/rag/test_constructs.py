@@ -45,6 +45,7 @@ MARKUP = {
         f"<table><tr><td>x<td>y<tr><td>2<td>{TABLE}</table>",
         "x | y\n2\n\na | b | c\n1 | | 3",
     ),
+    "first.html": ("<table><tr><td>1<td>2<tr><td><td>3</table>", "1 | 2\n| 3"),
     "empty.html": ("<table><tr><td><td></tr><tr><td>1<td>2</table>", "1 | 2"),
     # Blocks
     "dl.html": ("<dl><dt>Pressure</dt><dd>6</dd><dt>Limit<dd>80", "Pressure\n  6\nLimit\n  80"),
