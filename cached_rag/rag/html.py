@@ -29,6 +29,8 @@ _APART = {
     **dict.fromkeys(("select", "optgroup", "option", "button", "center", "hgroup", "search"), 1),
     **dict.fromkeys(("body", "html", "title", "video", "audio", "object", "iframe", "canvas"), 1),
 }
+# What stands between the two parts of an equation's element.
+_PARTED = {"msup": "^", "mfrac": "/"}
 _NUMBER = re.compile(r"\s*[+-]?\d{1,9}\s*")
 _POWER = re.compile(r"\s*[-+\u2212]?\d")
 # Numbers of lists as their authors write them: what HTML, docutils, Word and PowerPoint, and
@@ -148,6 +150,8 @@ class _Page:
             self._moved += 2
         elif tag == "sup" and self._is_power(element):
             self._write("^")  # 10 to the power of 6 is not 106
+        elif mark := _parted(element):
+            self._write(mark)
         self._as_written += tag in _AS_WRITTEN
         if element.text:
             self._say(element.text.removeprefix("\n") if tag == "pre" else element.text)
@@ -232,6 +236,13 @@ class _Page:
         self._above = {other: text for other, text in self._above.items() if other < tag}
         self._above |= {tag: said} if said else {}
         self._metadata = {"heading": " > ".join(self._above.values())} if self._above else {}
+
+
+def _parted(element: Any) -> str:
+    """What parts it from what stands before it in an equation; "" if nothing does."""
+    around = element.getparent()
+    is_next = around is not None and around[0] is not element
+    return _PARTED.get(around.tag, "") if is_next else ""
 
 
 def _is_an_items(element: Any) -> bool:

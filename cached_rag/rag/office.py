@@ -24,12 +24,15 @@ from cached_rag.rag.html import html_parts, numeral, numeral_kind, tree_parts
 # A small archive may hold a large document.
 _MOST_BYTES = 200 << 20
 _WORD_TAGS = {"body": "body", "tbl": "table", "tr": "tr", "tc": "td", "br": "br", "cr": "br"}
-_SAID = {"tab": "\t", "noBreakHyphen": "-", "ptab": "\t"}
+# "den" is what stands below in an equation's fraction.
+_SAID = {"tab": "\t", "noBreakHyphen": "-", "ptab": "\t", "den": "/"}
 # A box of text stands twice, once for old versions.
 _HIDDEN_IN_WORD = ("moveFrom", "Fallback", "rt")
 _NOTES = {"footnoteReference": "footnote", "endnoteReference": "endnote"}
 _OFF = ("0", "false", "off")
 _VANISH = "{*}rPr/{*}vanish"
+# Letters above the line, in Word; in OpenDocument, also by how much; on slides, by that alone.
+_RAISED = re.compile("super|[1-9]")
 _HEADING = re.compile(r"heading ([1-6])", re.IGNORECASE)
 _LEVEL = re.compile(r"%([1-9])")
 # Most styles that are based on each other.
@@ -91,12 +94,12 @@ def _inside(name: str, relation: Any) -> str:
 
 
 def _elements(root: Any) -> Iterator[tuple[Any, str]]:
-    """The elements of a tree, of which only a run's keep their text, and their names."""
+    """The elements of a tree, of which only texts keep theirs, and their names."""
     for element in list(root.iter("{*}*")):
         name = etree.QName(element).localname
         element.tail = None
         if name != "t":
-            element.text = None
+            element.text = _SAID.get(name)
         yield element, name
 
 
@@ -110,6 +113,11 @@ def said_at(element: Any, path: str, name: str = "val") -> str:
     """What an attribute says of the element at a path; "" if there is none."""
     found = element.find(path)
     return "" if found is None else says(found, name)
+
+
+def is_raised(element: Any, path: str, name: str) -> bool:
+    """Whether an attribute of the element at a path says that letters stand above the line."""
+    return _RAISED.match(said_at(element, path, name)) is not None
 
 
 def read_epub(path: Path) -> list[Part]:
@@ -253,7 +261,6 @@ class _Marker:
     def write(self, root: Any) -> None:
         """Give the elements of a tree HTML's names, and no text but that of runs."""
         for element, name in _elements(root):
-            element.text = _SAID.get(name, element.text)
             if name in _HIDDEN_IN_WORD or (name == "r" and self._is_hidden(element)):
                 element.set("hidden", "")
             elif name in _NOTES:
@@ -264,7 +271,7 @@ class _Marker:
                 continue
             elif name in ("rPr", "pPr"):  # has elements that are called as those of text
                 element.set("hidden", "")
-            raised = name == "r" and said_at(element, "{*}rPr/{*}vertAlign") == "superscript"
+            raised = name == "sup" or is_raised(element, "{*}rPr/{*}vertAlign", "val")
             element.tag = "sup" if raised else _WORD_TAGS.get(name, "span")
 
     def _write_paragraph(self, element: Any) -> None:
@@ -335,7 +342,8 @@ def _written(root: Any) -> list[Part]:
             element.text = _mark(element, counts)
             element.tag = block
             continue
-        element.tag = _SLIDE_TAGS.get(name, "span")
+        raised = name == "sup" or is_raised(element, "{*}rPr", "baseline")
+        element.tag = "sup" if raised else _SLIDE_TAGS.get(name, "span")
     return tree_parts(root)
 
 

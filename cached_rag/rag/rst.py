@@ -32,7 +32,7 @@ _SETTINGS = {
     "sectnum_xform": False,
 }
 # Python's documents use Sphinx roles, which docutils alone would print as errors.
-_ROLE = re.compile(r":(?:\w+:)?([a-z]+):`([^`]+)`")
+_ROLE = re.compile(r":(?:\w+:)?(?!sup:|superscript:)([a-z]+):`([^`]+)`")
 # Two fields or more, and the blank line behind them.
 _HEADER = re.compile(r"(?:[A-Z][\w-]*:.*\n(?:[ \t]+\S.*\n)*){2,}\n")
 # Most characters of a paragraph in which markup is looked for, which takes time quadratic in them.

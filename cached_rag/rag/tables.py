@@ -22,7 +22,7 @@ from lxml import etree
 from cached_rag.errors import needs_extra
 from cached_rag.rag.document import Metadata, Part
 from cached_rag.rag.html import tree_parts
-from cached_rag.rag.office import DEEPEST, Archive, says
+from cached_rag.rag.office import DEEPEST, Archive, is_raised, says
 
 # What a format has beside digits: colours and conditions, a currency, room for a character, a
 # character as it is, text in quotes.
@@ -232,7 +232,7 @@ def read_opendocument(path: Path) -> Iterator[Part]:
         if says(table, "style-name") not in hidden:
             yield from sheet_parts(says(table, "name"), list(_rows(table)))
     if body.find("{*}spreadsheet") is None:
-        _write(body, hidden, _ListStyles(styles))
+        _write(body, hidden, set(_raised_styles(styles)), _ListStyles(styles))
         yield from tree_parts(body)
 
 
@@ -247,6 +247,13 @@ def _hidden_styles(styles: list[Any]) -> Iterator[str]:
                 style = known.get(says(style, "parent-style-name"))
         if said & _UNSHOWN:
             yield name
+
+
+def _raised_styles(styles: list[Any]) -> Iterator[str]:
+    for root in styles:
+        for style in root.iterfind(".//{*}style"):
+            if is_raised(style, "{*}text-properties", "text-position"):
+                yield says(style, "name")
 
 
 class _ListStyles:
@@ -282,7 +289,7 @@ class _ListStyles:
             self._counts[style] = first + sum(1 for _ in one.iterfind("{*}list-item"))
 
 
-def _write(body: Any, hidden: set[str], numbers: _ListStyles) -> None:
+def _write(body: Any, hidden: set[str], raised: set[str], numbers: _ListStyles) -> None:
     """Give the elements of a tree HTML's names."""
     for element in list(body.iter("{*}*")):
         name = etree.QName(element).localname
@@ -291,7 +298,8 @@ def _write(body: Any, hidden: set[str], numbers: _ListStyles) -> None:
             element.set("hidden", "")
         if name == "hidden-paragraph" and says(element, "is-hidden") == "true":
             next(element.iterancestors(*_BLOCKS), element).set("hidden", "")
-        element.tag = _TAGS.get(name, "span")
+        is_sup = name == "span" and says(element, "style-name") in raised
+        element.tag = "sup" if is_sup else _TAGS.get(name, "span")
         if name == "h":
             level = says(element, "outline-level")
             element.tag = f"h{level}" if level in ("1", "2", "3", "4", "5") else "h6"

@@ -57,6 +57,11 @@ MARKUP = {
     "legend.html": ("<fieldset><legend>Leg</legend>Field</fieldset>", "Leg\nField"),
     "button.html": ("<button>A</button><button>B</button>", "A\nB"),
     "inline.html": ("<b>bold</b>face H<sub>2</sub>O 10<sup>6</sup>", "boldface H2O 10^6"),
+    "equation.html": (
+        "<math><mfrac><mn>1</mn><msup><mn>10</mn><mn>6</mn></msup></mfrac></math>",
+        "1/10^6",
+    ),
+    "power.rst": ("10\\ :sup:`6`", "10^6"),
     "quote.html": ("a<blockquote>b</blockquote>c", "a\n\nb\n\nc"),
     "quote.md": ("a\n\n> b\n> c", "a\n\nb c"),
     "code.md": ("x\n\n```\na\n   b\n```", "x\n\na\n   b"),
@@ -143,6 +148,13 @@ WORD = {
             more='<w:r><w:rPr><w:vertAlign w:val="superscript"/></w:rPr><w:t>6</w:t></w:r>',
         ),
         "10^6",
+    ),
+    "equation": (
+        "<w:p><m:f><m:num><m:r><m:t>10</m:t></m:r></m:num><m:den><m:sSup><m:e><m:r><m:t>2</m:t>"
+        "</m:r></m:e><m:sup><m:r><m:t>6</m:t></m:r></m:sup></m:sSup></m:den></m:f></w:p>".replace(
+            "m:", "w:"
+        ),
+        "10/2^6",
     ),
     "inner": (word_table([word_table([paragraph("3"), paragraph("5")])]), "3 | 5"),
     "note": (
@@ -242,6 +254,7 @@ SLIDE_TABLE = "<a:tbl><a:tr>" + "".join(
 SLIDE = (
     shape(slide_line("Title"), place="title")
     + shape(slide_line("Close", NUMBER), slide_line("Turn", NUMBER), slide_line("x", "<a:buChar/>"))
+    + shape("<a:p><a:r><a:t>10</a:t></a:r><a:r><a:rPr baseline='30000'/><a:t>6</a:t></a:r></a:p>")
     + f"<p:graphicFrame>{SLIDE_TABLE}</a:tr></a:tbl></p:graphicFrame>"
     + '<p:sp><p:nvSpPr><p:cNvPr hidden="1"/></p:nvSpPr>'
     + f"<p:txBody>{slide_line('X')}</p:txBody></p:sp>"
@@ -265,7 +278,8 @@ ODT = (
     "<text:section text:display='none'><text:p>X</text:p></text:section>"
     "<text:p>X<text:hidden-paragraph text:is-hidden='true'/></text:p>"
     "<text:p>e<text:hidden-paragraph text:is-hidden='false'/></text:p>"
-    "<text:p text:style-name='Y'>X</text:p><text:p text:style-name='Z'>f</text:p></office:text>"
+    "<text:p text:style-name='Y'>X</text:p><text:p text:style-name='Z'>10<text:span "
+    "text:style-name='R'>6</text:span></text:p></office:text>"
 )
 SPACES = "".join(
     f" xmlns:{name}='urn:oasis:names:tc:opendocument:xmlns:{name}:1.0'"
@@ -278,7 +292,9 @@ STYLED = (
     "<style:style style:name='Y' style:parent-style-name='X'/>"
     "<style:style style:name='Z' style:parent-style-name='X'><style:text-properties "
     "text:display='true'/></style:style><style:style style:name='S'><style:drawing-page-properties "
-    "presentation:visibility='hidden'/></style:style></office:automatic-styles>"
+    "presentation:visibility='hidden'/></style:style><style:style style:name='R'>"
+    "<style:text-properties style:text-position='super 58%'/></style:style>"
+    "</office:automatic-styles>"
 )
 SLIDES = (
     f"<office:presentation{SPACES}><drawing:page><text:p>a</text:p></drawing:page>"
@@ -318,12 +334,12 @@ ARCHIVES = {
     ),
     "a.pptx": (
         lambda path: write_slide(path, SLIDE),
-        "Title\n\n5. Close\n6. Turn\n- x\n\n1 | | 3",
+        "Title\n\n5. Close\n6. Turn\n- x\n10^6\n\n1 | | 3",
     ),
     "a.xlsx": (lambda path: write_sheet(path, CELLS, (0, 10, 14, 4)), SHEET),
     "a.odt": (
         lambda path: write_styled(path, "text", ODT),
-        "Head\n\n1. Close\n\nmid\n\n2. Turn\n\n1 | | 3\n\na b\nc\n\nd [1]\n\nNote.\n\ne\n\nf",
+        "Head\n\n1. Close\n\nmid\n\n2. Turn\n\n1 | | 3\n\na b\nc\n\nd [1]\n\nNote.\n\ne\n\n10^6",
     ),
     "a.odp": (lambda path: write_styled(path, "presentation", SLIDES), "a"),
     "a.ods": (open_document("spreadsheet", ODS), "M\n\na\n\nRow 1:\n  b: 12.5% x y z"),
