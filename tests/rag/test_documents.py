@@ -7,6 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 from pypdf import PdfWriter
+from pypdf.errors import DependencyError
 
 from cached_rag import ConfigError
 from cached_rag.cli.bench import CORPUS
@@ -167,9 +168,16 @@ def test_bad_files_say_what_is_wrong(tmp_path, name, caplog):
         load_document(tmp_path / name)
 
 
-def test_encrypted_and_huge_files_are_refused(tmp_path):
+def _lacking(*_):
+    raise DependencyError("cryptography>=3.1 is required for AES algorithm")
+
+
+def test_encrypted_and_huge_files_are_refused(tmp_path, monkeypatch):
     _encrypted(tmp_path / "x.pdf")
     with pytest.raises(DocumentError, match="password"):
+        load_document(tmp_path / "x.pdf")
+    monkeypatch.setattr("pypdf.PdfReader.decrypt", _lacking)
+    with pytest.raises(DocumentError, match=r"pip install .*\[docs\]"):
         load_document(tmp_path / "x.pdf")
     (tmp_path / "y.txt").write_text("more than ten bytes")
     with pytest.raises(DocumentError, match="split the file"):
