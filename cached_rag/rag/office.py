@@ -26,6 +26,8 @@ _MOST_BYTES = 200 << 20
 _WORD_TAGS = {"body": "body", "tbl": "table", "tr": "tr", "tc": "td", "br": "br", "cr": "br"}
 # "den" is what stands below in an equation's fraction.
 _SAID = {"tab": "\t", "noBreakHyphen": "-", "ptab": "\t", "den": "/"}
+# What a form may have around anything, such as a table's cell.
+_AROUND = ("{*}sdt", "{*}sdtContent", "{*}customXml")
 # A box of text stands twice, once for old versions.
 _HIDDEN_IN_WORD = ("moveFrom", "Fallback", "rt")
 _NOTES = {"footnoteReference": "footnote", "endnoteReference": "endnote"}
@@ -155,6 +157,7 @@ def read_docx(path: Path) -> list[Part]:
     with Archive(path) as archive:
         name = archive.first("", "officeDocument") or "word/document.xml"
         body = archive.xml(name)
+        etree.strip_tags(body, *_AROUND)
         styles = _Styles(archive.xml(archive.first(name, "styles")))
         writer = _Marker(styles, _Numbering(archive.xml(archive.first(name, "numbering"))))
         writer.write(body)

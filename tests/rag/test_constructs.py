@@ -142,6 +142,12 @@ WORD = {
         ),
         "a | b\n1 | 2",
     ),
+    "form": (
+        word_table([paragraph("1"), paragraph("2")])
+        .replace("<w:tc>", "<w:sdt><w:sdtContent><w:tc>")
+        .replace("</w:tc>", "</w:tc></w:sdtContent></w:sdt>"),
+        "1 | 2",
+    ),
     "power": (
         paragraph(
             "10",
