@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import string
+import re
+import unicodedata
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from cached_rag.library.matching import ANCHOR
 from cached_rag.rag.answer import Answer, AnswerStream, Dialogue, Lookup, Prompts, Turn, searched
 from cached_rag.rag.chunks import Reranker, embedded
 from cached_rag.rag.folder import IndexFolder, Reranking, Retrieval, contexts
-from cached_rag.rag.search import Hit
+from cached_rag.rag.search import Hit, worded
 
 if TYPE_CHECKING:
     from cached_rag.engine.tools import Tools
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 NOTHING_FOUND = "Nothing about this was found in the documents."
 # Below this similarity a chunk hardly concerns the question (sentence-transformers' models).
 _FAR = 0.25
+# A part number or the like, with letters of another script before and behind it, too.
+_NAME = re.compile(r"\w[\w./:-]+\w", re.ASCII)
 _REWRITE = (
     "Rewrite this question so that it can be understood without our conversation. Write only the "
     "question.\n\nQuestion: {}"
@@ -226,10 +229,10 @@ def _remarks(near: Sequence[Hit], hits: Sequence[Hit]) -> list[str]:
 
 def _unseen(text: str, hits: Sequence[Hit]) -> list[str]:
     """What to tell the user about part numbers and the like that no chunk has."""
-    found = "\n".join(hit.text for hit in hits).casefold()
-    words = dict.fromkeys(word.strip(string.punctuation) for word in text.split())
-    named = [word for word in words if len(word) > 2 and any(map(str.isdigit, word))]
-    unseen = [word for word in named if word.casefold() not in found]
+    words = dict.fromkeys(_NAME.findall(unicodedata.normalize("NFKC", text)))
+    named = [word for word in words if any(map(str.isdigit, word))]
+    found = " ".join(worded("\n".join(hit.text for hit in hits))) if named else ""
+    unseen = [word for word in named if " ".join(worded(word)) not in found]
     if not hits or not unseen:
         return []
     return [

@@ -421,11 +421,16 @@ def _spelled(text: str) -> str:
     return _UNSPACED.sub(r" \1 ", unicodedata.normalize("NFKC", searchable(text)).casefold())
 
 
+def worded(text: str) -> list[str]:
+    """The words of a text as they are compared: "tx", "245"."""
+    kept = (char if unicodedata.category(char)[0] in "LNM" else " " for char in _spelled(text))
+    return "".join(kept).split()
+
+
 def _terms(text: str) -> list[str]:
     """The words of a question, and pairs of those with no space between: "tx", "245", "tx 245"."""
     found: dict[str, None] = {}
     for piece in text.split():
-        kept = (char if unicodedata.category(char)[0] in "LNM" else " " for char in _spelled(piece))
-        words = "".join(kept).split()
+        words = worded(piece)
         found |= dict.fromkeys((*words, *map(" ".join, pairwise(words))))
     return list(found)[:_MOST_TERMS]

@@ -338,5 +338,7 @@ def test_a_part_number_that_no_chunk_has_is_named(rag, tmp_path):
     (tmp_path / "parts.txt").write_text("Spare parts\n\nThe valve TX-245 costs 70 EUR a piece.")
     rag.ingest(tmp_path / "parts.txt", progress=False)
     assert rag.ask("valve (TX-245) costs EUR a piece, spare parts 1?", **GREEDY).report.notes == []
+    for asked in ("valve 弁TX-245の圧力は\uff1f", "\u201cTX\u2011245\u201d", "valve TX-245의"):
+        assert "no chunk" not in "".join(rag.ask(asked, **GREEDY).report.notes)
     (note,) = rag.ask("valve TX-999 costs EUR a piece, spare parts?", **GREEDY).report.notes
     assert note.startswith("no chunk that was found has 'TX-999'; ")
