@@ -26,6 +26,13 @@ _MOST_BYTES = 200 << 20
 _WORD_TAGS = {"body": "body", "tbl": "table", "tr": "tr", "tc": "td", "br": "br", "cr": "br"}
 # "den" is what stands below in an equation's fraction.
 _SAID = {"tab": "\t", "noBreakHyphen": "-", "ptab": "\t", "den": "/"}
+# What Word's font Symbol shows for the letters from A and a on, and for other codes.
+_SYMBOLS = {
+    **{f"{at:X}": shown for at, shown in enumerate("ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖ", 65)},
+    **{f"{at:X}": shown for at, shown in enumerate("αβχδεφγηιϕκλμνοπθρστυϖωξψζ", 97)},
+    **{"A3": "\u2264", "A5": "\u221e", "AE": "\u2192", "B0": "\u00b0", "B1": "\u00b1"},
+    **{"B3": "\u2265", "B4": "\u00d7", "B8": "\u00f7", "B9": "\u2260", "BB": "\u2248"},
+}
 # What a form may have around anything, such as a table's cell.
 _AROUND = ("{*}sdt", "{*}sdtContent", "{*}customXml")
 # A box of text stands twice, once for old versions.
@@ -269,6 +276,8 @@ class _Marker:
             elif name in _NOTES:
                 key = _NOTES[name], says(element, "id")
                 element.text = f"[{self.notes.setdefault(key, len(self.notes) + 1)}]"
+            elif name == "sym" and says(element, "font") == "Symbol":
+                element.text = _SYMBOLS.get(says(element, "char")[-2:].upper())
             elif name == "p":
                 self._write_paragraph(element)
                 continue

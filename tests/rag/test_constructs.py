@@ -142,6 +142,10 @@ WORD = {
         ),
         "a | b\n1 | 2",
     ),
+    "symbol": (
+        paragraph("5 ", more='<w:r><w:sym w:font="Symbol" w:char="F06D"/><w:t>m</w:t></w:r>'),
+        "5 \u03bcm",
+    ),
     "form": (
         word_table([paragraph("1"), paragraph("2")])
         .replace("<w:tc>", "<w:sdt><w:sdtContent><w:tc>")
