@@ -236,8 +236,9 @@ class _Numbering:
                 if start := said_at(one, "{*}startOverride"):
                     counts[int(says(one, "ilvl"))] = int(start) - 1
         known = levels.get(level)
+        mark = "" if known is None else said_at(known, "{*}lvlText")
         if known is None or said_at(known, "{*}numFmt") == "bullet":
-            return "- "
+            return "" if mark.isspace() else "- "  # as pandoc marks an item's next paragraph
         counts[depth] = counts.get(depth, _start(known) - 1) + 1
         for deeper in [one for one in counts if one > depth]:
             del counts[deeper]
@@ -248,7 +249,7 @@ class _Numbering:
             kind = numeral_kind(said_at(other, "{*}numFmt"))
             return numeral(counts.get(at, _start(other)), kind)
 
-        said = _LEVEL.sub(count, said_at(known, "{*}lvlText"))
+        said = _LEVEL.sub(count, mark)
         return f"{said} " if said else ""
 
 

@@ -108,7 +108,8 @@ def level(number, kind, text, start=1):
 LEVELS = level(0, "decimal", "%1.") + level(1, "lowerLetter", "%1.%2)")
 NUMBERING = (
     f'<w:abstractNum w:abstractNumId="0">{LEVELS}</w:abstractNum>'
-    f'<w:abstractNum w:abstractNumId="1">{level(0, "bullet", "x")}</w:abstractNum>'
+    f'<w:abstractNum w:abstractNumId="1">{level(0, "bullet", "x")}{level(1, "bullet", " ")}'
+    "</w:abstractNum>"
     '<w:num w:numId="1"><w:abstractNumId w:val="0"/></w:num>'
     '<w:num w:numId="2"><w:abstractNumId w:val="1"/></w:num>'
     '<w:num w:numId="3"><w:abstractNumId w:val="0"/><w:lvlOverride w:ilvl="0">'
@@ -128,6 +129,7 @@ WORD = {
         "1. a\n1.a) b\n2. c\n2.a) d",
     ),
     "begun": (paragraph("a", 3) + paragraph("b", 3) + paragraph("c", 2), "7. a\n8. b\n- c"),
+    "unmarked": (paragraph("a", 2) + paragraph("b", 2, 1), "- a\n\nb"),
     "heading": (paragraph("A", style="H") + paragraph("text"), "A\n\ntext"),
     "table": (
         word_table(
