@@ -29,6 +29,8 @@ _APART = {
     **dict.fromkeys(("select", "optgroup", "option", "button", "center", "hgroup", "search"), 1),
     **dict.fromkeys(("body", "html", "title", "video", "audio", "object", "iframe", "canvas"), 1),
 }
+# What links to notes say of themselves.
+_NOTES = {"doc-noteref", "noteref"}
 # What stands between the two parts of an equation's element.
 _PARTED = {"msup": "^", "mfrac": "/"}
 _NUMBER = re.compile(r"\s*[+-]?\d{1,9}\s*")
@@ -97,6 +99,11 @@ def _tree(html: str) -> Any:
         tree = document_fromstring(f"<pre>{html}</pre>", parser=parser)
     if fatal := parser.error_log.filter_from_fatals():
         raise ValueError(f"its end would be lost: {fatal[0].message}")
+    for link in tree.iter("a"):
+        if {link.get("role"), link.get("epub:type")} & _NOTES:  # 10 with note 1 is not 101
+            said = "".join(link.itertext()).strip(" []")
+            del link[:]
+            link.text = f"[{said}]"
     return tree
 
 

@@ -61,6 +61,10 @@ MARKUP = {
         "<math><mfrac><mn>1</mn><msup><mn>10</mn><mn>6</mn></msup></mfrac></math>",
         "1/10^6",
     ),
+    "note.html": (
+        "10<a role=doc-noteref><sup>1</sup></a> or 20<sup><a epub:type=noteref>2</a></sup>",
+        "10[1] or 20[2]",
+    ),
     "power.rst": ("10\\ :sup:`6`", "10^6"),
     "quote.html": ("a<blockquote>b</blockquote>c", "a\n\nb\n\nc"),
     "quote.md": ("a\n\n> b\n> c", "a\n\nb c"),
