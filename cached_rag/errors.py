@@ -140,10 +140,11 @@ def needs_extra(extra: str, what: str, *modules: str) -> Iterator[None]:
     try:
         for module in modules:
             if find_spec(module) is None:
-                raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+                raise ModuleNotFoundError(f"No module named {module!r}")
         yield
     except ImportError as error:
-        if error.name is None:  # not of an import itself: another extra's, or a library's own
+        is_of_import = isinstance(error, ModuleNotFoundError) or error.name is not None
+        if not is_of_import:  # another extra's, or a library's own
             raise
         raise MissingPackageError(what, extra, error) from error
 

@@ -110,6 +110,8 @@ def test_a_package_of_another_version_names_its_extra():
     lacks = pytest.raises(MissingPackageError, match=r"import name 'no_such'.*\[docs\]")
     with lacks, needs_extra("docs", "reading"):
         from json import no_such  # noqa: F401
+    with pytest.raises(MissingPackageError), needs_extra("docs", "reading"):
+        raise ModuleNotFoundError("said by this library, which knows no module's name")
     for other in (ImportError("a model needs more"), MissingPackageError("a", "b", ImportError())):
         with pytest.raises(ImportError) as raised, needs_extra("docs", "reading"):
             raise other
