@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from cached_rag.grammar.grammar import Json, json_rule, quoted
@@ -126,24 +127,24 @@ class NamedArguments:
 
     def _argument(self, name: str, key: str, schema: Json, mark: Mark) -> list[str]:
         """The rule of an argument, and those that it needs."""
-        kinds, values = _kinds(schema, schema), _values(schema)
+        kinds, values = _allowed(schema, schema)
         lead = f"{mark(self.before)} {key}"
         if self._is_quoted:
             places = sorted(f"v_{kind}" for kind in kinds)
-            if values is not None:
-                places = [mark(self._literal(value)) for value in values]
+            places += [mark(self._literal(value)) for value in values]
             return [f"{name}: {lead} {mark(self.middle[1])} ({' | '.join(places)})"]
         text, other = map(mark, self.middle)
         behind, behind_other = map(mark, self.after)
-        if values is not None and all(isinstance(value, str) for value in values):
-            said = " | ".join(quoted(value) for value in values)
-            return [f"{name}: {lead} {text} ({said}) {behind}"]
+        said = [quoted(value) for value in values if isinstance(value, str)]
         branches: list[str] = []
         more: list[str] = []
         if "string" in kinds:
             place, more = until(f"{name}_text", behind)
             branches.append(f"{text} {place}")
-        if kinds != {"string"} and (text != other or not branches):
+        elif said:
+            branches.append(f"{text} ({' | '.join(said)}) {behind}")
+        has_others = bool(kinds - {"string"}) or len(said) < len(values)
+        if has_others and (text != other or "string" not in kinds):
             branches.append(f"{other} {json_rule(schema)} {behind_other}")
         return [f"{name}: {lead} ({' | '.join(branches)})", *more]
 
@@ -296,38 +297,40 @@ def _kind(value: Any) -> str:
 
 def _kinds(schema: Any, root: Json) -> frozenset[str]:
     """The types of values that a schema allows."""
-    return _found_kinds(schema, root, set()) or _ALL_KINDS
+    kinds, values = _allowed(schema, root)
+    return kinds.union(map(_kind, values))
 
 
-def _found_kinds(schema: Any, root: Json, seen: set[str]) -> frozenset[str]:
-    """As `_kinds`, without what is behind references that were `seen`: so each is read once."""
+def _allowed(schema: Any, root: Json) -> tuple[frozenset[str], list[Any]]:
+    """The types of which a schema allows any value, and the values that it lists."""
+    kinds, values = _found(schema, root, set())
+    return (kinds, values) if kinds or values else (_ALL_KINDS, [])
+
+
+def _found(schema: Any, root: Json, seen: set[str]) -> tuple[frozenset[str], list[Any]]:
+    """As `_allowed`, without what is behind references that were `seen`: so each is read once."""
     if not isinstance(schema, Mapping) or len(seen) > _MOST_REFERENCES:
-        return _ALL_KINDS
-    if (values := _values(schema)) is not None:
-        return frozenset(map(_kind, values))
+        return _ALL_KINDS, []
+    if "const" in schema:
+        return frozenset(), [schema["const"]]
+    if isinstance(values := schema.get("enum"), list) and values:
+        return frozenset(), values
     if isinstance(named := schema.get("type"), str | list):
         names = [named] if isinstance(named, str) else named
-        return frozenset(kind for kind in _ALL_KINDS if kind in names) or _ALL_KINDS
+        return frozenset(kind for kind in _ALL_KINDS if kind in names) or _ALL_KINDS, []
     if isinstance(reference := schema.get("$ref"), str):
         if reference in seen:
-            return frozenset()
+            return frozenset(), []
         seen.add(reference)
         place: Any = root
         for part in reference.removeprefix("#/").split("/"):
             place = place.get(part) if isinstance(place, Mapping) else None
-        return _found_kinds(place, root, seen)
-    for name in ("anyOf", "oneOf"):
+        return _found(place, root, seen)
+    for name in ("anyOf", "oneOf", "allOf"):  # of the last, more than it allows
         if isinstance(branches := schema.get(name), list) and branches:
-            return frozenset().union(*(_found_kinds(one, root, seen) for one in branches))
-    return _ALL_KINDS
-
-
-def _values(schema: Json) -> list[Any] | None:
-    """The only values that a schema allows, if it lists them."""
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    return values if isinstance(values, list) and values else None
+            kinds, values = zip(*(_found(one, root, seen) for one in branches), strict=True)
+            return frozenset().union(*kinds), list(chain.from_iterable(values))
+    return _ALL_KINDS, []
 
 
 def as_json(value: Any) -> str:

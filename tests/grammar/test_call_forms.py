@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 import json
+from enum import Enum
+from typing import Literal
 
 import jsonschema
 import pytest
 from conftest import NEW_PROMPTS, tiny_model, tiny_tokenizer
+from pydantic import BaseModel
 
 from cached_rag import ConfigError, Engine, GenerationConfig, Tools
 from cached_rag.backends.tokenizer import Tokenization
@@ -257,6 +260,30 @@ def test_other_calls_may_not_be_written(name, tool, arguments):
     answer = text.template.call_form.written([(tool, arguments)])
     for choice in ("auto", "required") if name != "dsml" else ("required",):
         assert not accepts(Tools(text, TOOLS, choice), answer)
+
+
+Colour = Enum("Colour", {"red": "red", "blue": "blue"})
+
+
+class Paint(BaseModel):
+    colour: Colour = Colour.red
+    finish: Literal["matt"] | None = None
+    coats: Literal["some", 2, None] = 2
+    under: Colour | int = 1
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("key", Paint.model_fields)
+def test_values_that_are_listed_behind_references_and_in_branches_are_held_to(name, key):
+    text = tokenization(name)
+    function = {"name": "paint", "parameters": Paint.model_json_schema()}
+    tools = Tools(text, [{"type": "function", "function": function}], "required")
+    for value in ("red", "blue", "matt", "some", "other", 2, 7, None):
+        answer = text.template.call_form.written([("paint", {key: value})])
+        is_one = Paint.__pydantic_validator__.isinstance_python({key: value})
+        assert accepts(tools, answer) is is_one, value
+        if is_one:
+            assert json.loads(tools.read(answer)[1][0].arguments) == {key: value}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
