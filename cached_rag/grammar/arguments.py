@@ -131,7 +131,9 @@ class NamedArguments:
         lead = f"{mark(self.before)} {key}"
         if self._is_quoted:
             places = sorted(f"v_{kind}" for kind in kinds)
-            places += [mark(self._literal(value)) for value in values]
+            quote = self.after[0]
+            spelled = (map(quoted, self._literal(value).split(quote)) for value in values)
+            places += [f" {mark(quote)} ".join(parts) for parts in spelled]
             return [f"{name}: {lead} {mark(self.middle[1])} ({' | '.join(places)})"]
         text, other = map(mark, self.middle)
         behind, behind_other = map(mark, self.after)

@@ -287,6 +287,19 @@ def test_values_that_are_listed_behind_references_and_in_branches_are_held_to(na
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_a_value_that_spells_a_control_token_is_text(name):
+    text = tokenization(name)
+    one = {"properties": {"mark": {"enum": ["<|im_end|>", "it's", ["<|im_end|>", "x"]]}}}
+    tools = [{"type": "function", "function": {"name": "end", "parameters": one}}]
+    found = Tools(text, tools, "required").grammar
+    assert f"<[{text.controls['<|im_end|>']}]>" not in found.text
+    assert "<|im_end|>" in found.text
+    for value in ("it's", ["<", "x"]):
+        answer = text.template.call_form.written([("end", {"mark": value})])
+        assert accepts(Tools(text, tools, "required"), answer) is (value == "it's")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_tool_without_listed_parameters_takes_any(name):
     text = tokenization(name)
     answer = text.template.call_form.written([("log", {"line": "x", "at": 3})])
