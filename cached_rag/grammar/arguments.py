@@ -98,6 +98,7 @@ class NamedArguments:
 
     def rules(self, name: str, schema: Json, end: str, mark: Mark) -> Iterator[str]:
         """As `JsonArguments.rules`, one by one: each argument's may have all definitions in it."""
+        json_rule(schema)  # for its errors: names and values are bounded here, too
         listed = schema.get("properties")
         if not isinstance(listed, Mapping):
             body = f"({name}_0 ({mark(self.separator)} {name}_0)*)?"

@@ -300,6 +300,15 @@ def test_a_value_that_spells_a_control_token_is_text(name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
+def test_values_and_names_that_would_hold_up_all_answers_are_refused(name):
+    for listed in ({"x": {"const": "a" * 40_000}}, {"a" * 40_000: {}}):
+        function = {"name": "long", "parameters": {"properties": listed}}
+        tools = Tools(tokenization(name), [{"type": "function", "function": function}])
+        with pytest.raises(ConfigError, match="has 40000 characters, and may have 32768"):
+            tools.grammar  # noqa: B018
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_a_tool_without_listed_parameters_takes_any(name):
     text = tokenization(name)
     answer = text.template.call_form.written([("log", {"line": "x", "at": 3})])
