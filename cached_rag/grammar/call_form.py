@@ -172,7 +172,8 @@ class _Discovery:
         said = apply([_USER, {"role": "assistant", "content": _SAID}], [_TOOL], False)
         at = said.index(_SAID)
         self._base = common_begin(header, said[:at])
-        self._lead = said[len(self._base) : at]  # such as an empty thought, which is no mark
+        # What a text or calls begin with behind that, such as an empty thought, is no mark.
+        self._leads = said[len(self._base) : at], header[len(self._base) :]
         self._after = said[at + len(_SAID) :]
 
     def form(self) -> CallForm | None:
@@ -198,12 +199,16 @@ class _Discovery:
         base = common_begin(self._base, text)
         if not _MARKS.fullmatch(self._base[len(base) :]):  # such as a thought that is left out
             raise ValueError(_UNKNOWN)
-        text = text[len(base) :].removeprefix(self._lead).lstrip("\n")
+        text = text[len(base) :]
+        text = text.removeprefix(max(filter(text.startswith, self._leads), key=len, default=""))
+        text = text.lstrip("\n")
         if not _LAST_MARK.search(self._after):
             return text.removesuffix(self._after)
         for found in re.finditer(re.escape(self._after), text):
             if _MARKS.fullmatch(text, found.end()):  # some templates begin the next turn
                 return text[: found.start()]
+        if _LAST_MARK.search(end := _end(text, self._after)):
+            return text.removesuffix(end)
         return _LAST_MARK.sub("", text)  # calls end a turn by another mark than texts do
 
     def _reads(self, form: CallForm, calls: Sequence[Call]) -> bool:

@@ -107,6 +107,16 @@ DEEPSEEK = template(
     "\n```<|end_call|>{% endfor %}<|end_calls|>",
     listed="",
 )
+# Begins an answer, which may have more of them, and calls with an empty thought.
+COMMAND = template(
+    "<|begin_thought|><|end_thought|><|calls|>["
+    + EACH
+    + "{{ ', ' if not loop.first }}"
+    + '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}{% endfor %}]'
+    + "<|end_calls|>",
+    lead="{% if not m.tool_calls %}<|said|>{% endif %}",
+    opened="<|begin_thought|><|end_thought|>",
+).replace("add_generation_prompt", "true")
 HARMONY = """{%- if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}
 {%- for m in messages %}{% if m.role == 'assistant' %}
 {%- if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>
@@ -124,6 +134,7 @@ CONTROLS = {
     "lfm": ["<|tool_call_start|>", "<|tool_call_end|>"],
     "lfm lists": ["<|tool_call_start|>", "<|tool_call_end|>"],
     "deepseek": ["<|calls|>", "<|call|>", "<|sep|>", "<|end_call|>", "<|end_calls|>"],
+    "command": ["<|calls|>", "<|end_calls|>", "<|begin_thought|>", "<|end_thought|>", "<|said|>"],
     "harmony": ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>"],
 }
 TEMPLATES = {
@@ -134,6 +145,7 @@ TEMPLATES = {
     "lfm": LFM,
     "lfm lists": LFM_LISTS,
     "deepseek": DEEPSEEK,
+    "command": COMMAND,
     "harmony": HARMONY,
 }
 SCHEMA = {
@@ -177,6 +189,8 @@ WRITTEN = {
     "lfm lists": "<|tool_call_start|>[weather(city='Rome', days=2)]<|tool_call_end|>",
     "deepseek": '<|calls|><|call|>function<|sep|>weather\n```json\n{"city": "Rome", "days": 2}'
     "\n```<|end_call|><|end_calls|>",
+    "command": '<|calls|>[{"name": "weather", "parameters": {"city": "Rome", "days": 2}}]'
+    "<|end_calls|>",
     "harmony": "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     '{"city": "Rome", "days": 2}',
 }
@@ -233,7 +247,11 @@ def test_calls_may_be_written_and_are_read(name, has_controls, choice):
         told += "".join(part.arguments for part in growing.push("", is_over=True)[1])
         assert told == call.arguments
         cut = tools.read(answer[: answer.rindex(form.end) if form.end else -1])[1]
-        assert not any(call.is_complete for call in cut) or name in ("deepseek", "harmony")
+        assert not any(call.is_complete for call in cut) or name in (
+            "deepseek",
+            "command",
+            "harmony",
+        )
     if form.separator is not None:
         answer = form.written(ASKED[:2])
         assert accepts(tools, answer)
@@ -344,6 +362,13 @@ def test_an_answer_may_think_between_marks_and_then_call(name):
         said, calls = unmarked.read(answer)
         assert said == f"Let me see.{marks[0]}"  # here the mark is text
     assert [call.name for call in calls] == ["weather"]
+
+
+def test_thoughts_that_are_empty_in_templates_may_be_thought_before_a_call_or_a_text():
+    tools = Tools(tokenization("command"), TOOLS)
+    for behind in (WRITTEN["command"], "<|said|>It is."):
+        assert accepts(tools, f"<|begin_thought|>Let me see.<|end_thought|>{behind}")
+        assert accepts(tools, behind)
 
 
 TWICE = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}
