@@ -150,9 +150,9 @@ class Tools:
         thought, rest = form.read(text, is_open=self._begins_thought, is_over=is_over)
         if not rest and self.is_offered:  # it may call without an end of its thought
             begin = self.tokenization.template.call_form.start
-            thought, start, call = thought.partition(begin)
-            if is_over:
-                rest = start + call
+            thought, start, _ = thought.partition(begin)
+            if is_over:  # a call may end with white space, which the thought has not
+                rest = start and text[text.index(begin) :]
             elif not start:
                 thought = thought[: len(thought) - overlap(thought, begin)]
         return thought.strip(), rest

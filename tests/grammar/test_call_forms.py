@@ -53,6 +53,9 @@ QWEN = template(
     lead="<think>\n\n</think>\n\n",
     opened="<think>\n",
 )
+NEMOTRON = QWEN.replace("{{ '' if loop.first else '\\n' }}<tool", "<tool").replace(
+    "</tool_call>{", "</tool_call>{{ '\\n' }}{"
+)
 GLM = template(
     EACH
     + "<tool_call>{{ c.name }}"
@@ -128,6 +131,7 @@ HARMONY = """{%- if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|e
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 CONTROLS = {
     "qwen": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
+    "nemotron": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
     "glm": ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"],
     "dsml": [],
     "gemma": ["<|tool_call>", "<tool_call|>", "<|q|>", "<|channel>", "<channel|>"],
@@ -139,6 +143,7 @@ CONTROLS = {
 }
 TEMPLATES = {
     "qwen": QWEN,
+    "nemotron": NEMOTRON,
     "glm": GLM,
     "dsml": DSML,
     "gemma": GEMMA,
@@ -180,6 +185,8 @@ ASKED = [
 WRITTEN = {
     "qwen": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
     "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>",
+    "nemotron": "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>\n",
     "glm": "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value><arg_key>days"
     "</arg_key><arg_value>2</arg_value></tool_call>",
     "dsml": '<calls>\n<invoke name="weather">\n<parameter name="city" string="true">Rome'
@@ -352,7 +359,7 @@ def test_an_answer_may_think_between_marks_and_then_call(name):
     assert thoughts in ("", "Let me see.")
     answer = f"Let me see.{marks[0]}\n\n{call}"
     said, calls = tools.read(answer)
-    thinks = name in ("qwen", "glm")  # the prompt begins the thought
+    thinks = name in ("qwen", "nemotron", "glm")  # the prompt begins the thought
     assert (tools.parts(answer)[0], said) == (
         ("Let me see.", "") if thinks else ("", "Let me see.")
     )
