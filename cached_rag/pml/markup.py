@@ -6,6 +6,7 @@ XML's own five.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -72,8 +73,8 @@ def parse_markup(source: str, file: str | None = None) -> Element:
 
 def _explained(message: str, source: str, where: Where) -> str:
     """The XML parser's message, with a remedy for the most likely mistake."""
-    line = source.splitlines()[where.line - 1 : where.line]
-    around = line[0][max(0, where.column - 12) : where.column + 12].strip() if line else ""
+    line = re.split("\r\n?|\n", source)[where.line - 1]
+    around = line[max(0, where.column - 12) : where.column + 12].strip()
     return (
         f"not well-formed XML ({message}) near {around!r}; in text, write &lt; for < and &amp; "
         "for &, or put code into <![CDATA[ ... ]]>"

@@ -146,6 +146,7 @@ MISTAKES = [
     ("<!DOCTYPE s [<!ENTITY a 'b'>]><schema name='s'>&a;</schema>", 1, None, "not allowed"),
     ("<schema name='s'>&nbsp;</schema>", 1, None, "not well-formed"),
     ("", 1, None, "not well-formed"),
+    (schema("\u2028\x85\r\n me & you"), 2, 6, "near 'me & you</schema>'"),
     ("<schema name='s'>\n<module name='a'>x", 2, None, "<module> of line 2 is open"),
     ("<schema name='s'>\n<module name='a'>\n</schema>", 3, None, "<module> of line 2 is open"),
     (schema('<module name="a">' * 99 + "</module>" * 99), 1, None, "nested deeper than 64"),
