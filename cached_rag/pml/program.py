@@ -96,11 +96,11 @@ def read_function(function: Callable[..., Any]) -> Program:
     try:
         file = inspect.getsourcefile(function) or "<unknown>"
         lines, first = inspect.getsourcelines(function)
-    except (OSError, TypeError) as error:
+        # An indented function is parsed inside a block: dedenting it would change its strings, too.
+        is_inside = lines[0][:1].isspace()
+        block: Any = ast.parse("".join(["if True:\n" if is_inside else "", *lines])).body[0]
+    except (OSError, TypeError, SyntaxError) as error:  # a lambda's lines may be no statement
         raise PMLError(f"the source of {function!r} cannot be read: {error}") from error
-    # An indented function is parsed inside a block: dedenting it would change its strings, too.
-    is_inside = lines[0][:1].isspace()
-    block: Any = ast.parse("".join(["if True:\n" if is_inside else "", *lines])).body[0]
     tree = block.body[0] if is_inside else block
     where = Where(first, 1, file)
     if not isinstance(tree, ast.FunctionDef) or hasattr(function, "__wrapped__"):

@@ -195,8 +195,11 @@ def test_methods_and_other_decorators_are_refused():
 
     with pytest.raises(PMLError, match="decorated by nothing else"):
         prompt_function(louder(plain))
-    with pytest.raises(PMLError, match="cannot be read"):
-        prompt_function(functools.partial(plain, "3"))
+    unreadable = functools.partial(
+        lambda: (yield "a line that is no statement by itself"), 1).func  # fmt: skip
+    for function in (functools.partial(plain, "3"), unreadable):
+        with pytest.raises(PMLError, match="cannot be read"):
+            prompt_function(function)
 
 
 def plain_text():
