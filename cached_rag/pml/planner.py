@@ -193,11 +193,13 @@ class SchemaPlanner:
         if run is None or not run.is_cached or run.start == start:
             return piece
         if all(run is not own for _, own in self.layout.frames):
+            what, remedy = "new text pushes", "Shorten the text, give it room with a <param>"
+            if self.is_compact:
+                what, remedy = "the compact layout moves", 'Take layout="schema"'
             raise RelocationError(
-                f"new text pushes {'/'.join(run.unit) or 'the schema'!r} from position "
-                f"{run.start} to {start}, and this model's keys cannot be moved: "
-                f"{self.model.rule.reason}. Shorten the text, give it room with a <param> "
-                'in the schema, or use method="full"'
+                f"{what} {'/'.join(run.unit) or 'the schema'!r} from position {run.start} to "
+                f"{start}, and this model's keys cannot be moved: {self.model.rule.reason}. "
+                f'{remedy}, or use method="full"'
             )
         return PromptPiece(piece.ids)
 
