@@ -21,8 +21,6 @@ from cached_rag.rag.folder import IndexConfig
 if TYPE_CHECKING:
     from cached_rag.rag.workers import IngestWorkers
 
-# What a shell knows a command by that was interrupted.
-_INTERRUPTED = 130
 # Most files that are named for one reason.
 _MOST_LINES = 20
 
@@ -121,7 +119,7 @@ def ingest_command(
             summary = rag.ingest(path, ray=workers, progress=not as_json, **told)
         except KeyboardInterrupt:
             err.print("interrupted; what is done is kept, and the same command goes on from there")
-            raise typer.Exit(_INTERRUPTED) from None
+            raise
     _print(summary, rag.settings["model"], as_json=as_json)
     if summary.skipped and not (summary.added or summary.unchanged):
         raise typer.Exit(1)  # of what was named nothing could be read

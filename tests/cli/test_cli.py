@@ -814,6 +814,19 @@ def test_an_interrupt_while_libraries_load_is_no_error():
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_an_interrupt_while_python_ends_ends_it_at_once():
+    code = """
+import atexit, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+atexit.register(signal.raise_signal, signal.SIGINT)  # as while torch ends
+from cached_rag.cli import run
+sys.argv = ["cached-rag", "--version"]
+run()
+"""
+    done = run_fresh(code)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (-2, __version__, "")
+
+
 def test_search_shows_the_nearest_chunks(index):
     arguments = ["search", "copper green?", "--index", str(index), "-k", "1"]
     found = json.loads(run(cli.app, [*arguments, "--json"]).stdout)["hits"]
