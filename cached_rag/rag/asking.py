@@ -48,7 +48,7 @@ class Asking:
 
     def __init__(self, folder: IndexFolder, reranking: Reranking) -> None:
         """Load the models, if need be; `reranking` has a reranker that is no name."""
-        folder.agree()
+        agree(folder)
         self._folder, self._reranking = folder, reranking
         self.index, self.engine = folder.index, folder.engine
         self.prompts = Prompts(self.engine, folder.settings["system"])
@@ -153,6 +153,17 @@ class Asking:
             self.engine.encode([], self.prompts.head(), context=contexts(self._folder.settings))
 
 
+def agree(folder: IndexFolder) -> None:
+    """Take over an index's settings before a model is loaded to ask it.
+
+    Raises:
+        ConfigError: the index is empty.
+    """
+    folder.agree()
+    if not folder.index.settings():
+        raise ConfigError("the index is empty; ingest documents first")
+
+
 def find(
     folder: IndexFolder, text: str, wanted: Retrieval, reranking: Reranking
 ) -> tuple[list[Hit], list[str]]:
@@ -162,8 +173,8 @@ def find(
         reranking: has a reranker that is no name.
 
     Raises:
-        ConfigError: an empty text or index, a text of half characters, a filter by what no chunk
-            has, or a reranker that does not give a score for each text.
+        ConfigError: an empty text, a text of half characters, a filter by what no chunk has, or a
+            reranker that does not give a score for each text.
     """
     check_question(text)
     reranker, index = reranking.reranker, folder.index
@@ -172,8 +183,6 @@ def find(
     asked: dict[str, Any] = {"text": text, "by": folder.settings["search"]}
     least = -math.inf if wanted.min_score is None else wanted.min_score
     hits = index.search(vector, reach, wanted.where, least=least, **asked)
-    if not hits and not index.count()[1]:
-        raise ConfigError("the index is empty; ingest documents first")
     near = hits
     if not hits and index.search(vector, 1, wanted.where, **asked):
         near = index.search(vector, 1, wanted.where)  # by which no score is higher

@@ -105,7 +105,7 @@ class DocumentIndex:
             if name not in CHANGEABLE and kept.get(name, value) != value:
                 raise IndexMismatchError(
                     f"the index at {self._folder} was made with {name} {kept[name]!r}, not "
-                    f"{value!r}; open it without that setting, or ingest into another folder"
+                    f"{value!r}; open it again without that setting, or ingest into another folder"
                 )
         return kept
 

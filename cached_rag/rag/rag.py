@@ -19,7 +19,7 @@ from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreC
 from cached_rag.errors import ConfigError, StoreError, needs_extra
 from cached_rag.options import parted, require
 from cached_rag.rag.answer import Answer, AnswerStream, conversation, resumed, searched
-from cached_rag.rag.asking import Asking, Chat, check_question, find
+from cached_rag.rag.asking import Asking, Chat, agree, check_question, find
 from cached_rag.rag.chunks import Embeddings, cross_encoder
 from cached_rag.rag.document import DocumentLimits
 from cached_rag.rag.finding import absolute, is_folder, is_path
@@ -446,7 +446,7 @@ class CachedRAG:
             ConfigError: an empty index or question, or a bad k, min_score, history or filter.
         """
         check_question(question)
-        self._folder.agree()
+        agree(self._folder)
         text = searched(question, conversation(history))
         wanted = Retrieval(k, **parted(options, Retrieval)[0])
         require(

@@ -23,6 +23,7 @@ from cached_rag.errors import (
 from cached_rag.library.encode import primer
 from cached_rag.library.library import Library
 from cached_rag.rag.answer import Prompts
+from cached_rag.rag.chunks import Embedder
 
 
 def ingest(rag, path, **options):
@@ -264,6 +265,15 @@ def test_of_two_first_ingests_with_different_settings_one_is_refused(opened, doc
         ingest(second, docs)
     assert was_late
     assert first.index.count() == (3, 3)
+
+
+def test_no_model_is_loaded_to_ask_an_empty_index(tmp_path, model_folder, monkeypatch):
+    monkeypatch.setattr(Embedder, "load", lambda _: pytest.fail("loads the embedding model"))
+    with CachedRAG.open(tmp_path / "index", model_folder) as rag:
+        for ask in (rag.ask, rag.search):
+            with pytest.raises(ConfigError, match="is empty; ingest"):
+                ask("anything")
+        assert rag.loaded is None
 
 
 def test_questions_that_cannot_be_answered_say_why(opened, docs):
