@@ -224,3 +224,14 @@ def test_windows_in_tables_of_masks_are_refused():
     config = AutoConfig.for_model("gpt_neo", attention_types=[[["global", "local"], 1]], **sizes)
     with pytest.raises(ModelError, match="windows by tables"):
         probe.examine(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "sees"),
+    [("gemma3", {"use_bidirectional_attention": True}), ("qwen3", {"is_causal": False})],
+)
+def test_tokens_that_see_later_ones_are_refused(name, sees):
+    kind, sizes = FAMILIES[name]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **sees))
+    with pytest.raises(ModelError, match="tokens see later ones"):
+        probe.examine(model.eval())

@@ -158,7 +158,8 @@ def _find_decoder(dense: Decoder, lean: LeanModel | None, seen: Recording) -> De
     raise ModelError(
         f"partial prefill does not reproduce {type(model).__name__}'s own prefill "
         f"({'; '.join(dict.fromkeys(reasons))}): it keeps state that is not keys and values per "
-        "token (recurrent layers, shared caches), or needs per-token inputs that are unknown here. "
+        "token (recurrent layers, shared caches), has tokens see later ones (as what makes "
+        "embeddings does), or needs per-token inputs that are unknown here. "
         f"{REMEDY}"
     )
 
@@ -193,29 +194,30 @@ def deviation(decoder: Decoder, seen: Recording) -> tuple[float, str]:
 class _Probe:
     """Computes every second row over the KV of the others, each layer given the model's input.
 
-    Where layers keep a state, it computes a beginning instead, and goes on behind it.
+    Where layers keep a state, it goes on behind a beginning instead. The beginning comes first, but
+    for our own attention: by the model's masks its tokens may see later ones, as in embedders.
     """
 
     def __init__(self, decoder: Decoder, seen: Recording) -> None:
         self.decoder, self.seen = decoder, seen
-        device, middle = seen.given.device, _PROBE_TOKENS // 2 + 1
-        self.passes = [torch.arange(1, _PROBE_TOKENS, 2, device=device)]
-        if decoder.keeps_states:
-            spans = (0, middle), (middle, _PROBE_TOKENS)
-            self.passes = [torch.arange(*span, device=device) for span in spans]
+        middle = _PROBE_TOKENS // 2 + 1
+        later = (middle, _PROBE_TOKENS) if decoder.keeps_states else (1, _PROBE_TOKENS, 2)
+        spans = [later] if decoder.is_fast else [(0, middle), later]
+        self.passes = [torch.arange(*span, device=seen.given.device) for span in spans]
         self.slots = torch.cat(self.passes)
         self.errors: list[float] = []
 
     def run(self) -> list[float]:
         """Each layer's error, then that of the logits, scaled so that `TOLERANCE` bounds it."""
         layers, buffer = self.decoder.modules, self._buffer()
-        token_ids = _probe_ids(self.decoder.model)
+        token_ids, before = _probe_ids(self.decoder.model), [0.0] * len(layers)
         for slots in self.passes:
             self.slots, self.errors = slots, []
             ids = token_ids[:, : int(slots[-1]) + 1]
             run = RowPass(self.decoder, buffer, ids, slots, num_logits=1)
             with entering(layers, self._enter), leaving(layers[-1:], self._leave):
                 found = run.forward().logits[0].float()
+            before = self.errors = list(map(max, self.errors, before))
         for layer in range(len(layers)):
             self.errors[layer] = max(self.errors[layer], self._kv_error(layer, buffer))
         own = self.seen.logits[0]
