@@ -81,17 +81,17 @@ def check_config(path: str, **options: Any) -> None:
         options: of `from_pretrained`, which say where it is.
 
     Raises:
-        ValueError: it asks for too many layers, or the like, or for a quantiser that transformers
-            does not have.
+        ModelError: it says that weights are quantised in a way that is not read here.
+        ValueError: it asks for too many layers, or the like.
         OSError: there is none.
     """
     facts = PreTrainedConfig.get_config_dict(path, **options)[0]
     check_counts(facts)
     method = (facts.get("quantization_config") or {}).get("quant_method")
     if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        raise ValueError(
-            f"its weights are quantised as {method}, which transformers does not read; use the "
-            "model that it was made from, or a GGUF of it"
+        raise ModelError(
+            f"{path} is quantised as {method}, which is not read here; use the model that it was "
+            "made from, or a GGUF of it"
         )
 
 
