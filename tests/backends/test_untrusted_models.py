@@ -253,10 +253,11 @@ def test_what_cannot_be_read_is_told_from_what_is_damaged(folder):
         path.write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
         with pytest.raises(ModelError, match=f"as {method}, which is not read here.* GGUF of it$"):
             load_model(str(folder), device="cpu")
-    path.write_text(json.dumps({"model_type": "t5"}))
-    with pytest.raises(ModelError, match="T5Config") as caught:
-        load_model(str(folder), device="cpu")
-    assert len(str(caught.value)) < 500
+    for kind, name in (("t5", "T5Config"), ("qwen3_vl", "Qwen3VLConfig")):  # the latter is wrapped
+        path.write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(ModelError, match=f"{name}.* give it to `wrap_model`$") as caught:
+            load_model(str(folder), device="cpu")
+        assert len(str(caught.value)) < 500
     path.write_text(json.dumps(config))
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"needs config\.json, tokenizer\.json"):

@@ -61,7 +61,7 @@ _UNFOLLOWED = (
 _KV_VERSION = 1
 # Behind this, transformers names the two hundred kinds of models that it knows.
 _ALL_KINDS = "Model type should be one of"
-_TRUSTED = "trust_remote_code"
+_TRUSTED, _NO_DECODER = "trust_remote_code", "for this kind of AutoModel"
 # Part of the names of converted folders: raised when their content changes.
 _FOLDER_VERSION = 8
 
@@ -168,12 +168,17 @@ def _unloadable(name: str, source: ModelSource, error: Exception) -> ModelError:
         return ModelError(f'{why}. If you trust its authors: model_kwargs={{"{_TRUSTED}": True}}')
     if isinstance(error, ImportError):  # it names what is missing
         return ModelError(why)
+    if _NO_DECODER in why:
+        return ModelError(
+            f"{why}. Give one that continues text; if it sees images as well, load it by "
+            "transformers and give it to `wrap_model`"
+        )
     if source.is_gguf:
         return ModelError(f'{why}. Try backend="llama.cpp", or download the file again')
     if Path(source.path).is_dir():
         return ModelError(
             f"{why}. A folder needs config.json, tokenizer.json and all files of weights with "
-            "their index, of a model that continues text; download or save it again"
+            "their index; download or save it again"
         )
     remedy = offline_hint(name) or (
         " Give a Hugging Face id, a folder with config.json and weights, a .gguf file, or an alias "
