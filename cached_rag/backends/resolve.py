@@ -43,6 +43,7 @@ _PATIENCE_S = 10.0
 # Options of `from_pretrained` that say how files are reached, and others that change no number.
 _ACCESS = ("token", "cache_dir", "local_files_only", "force_download")
 _NEUTRAL = (*_ACCESS, "low_cpu_mem_usage")
+_SHARED = ("trust_remote_code", "subfolder")
 # Options of `from_pretrained` for which this library has its own.
 _OURS = {
     **dict.fromkeys(("dtype", "torch_dtype"), "dtype"),
@@ -288,8 +289,8 @@ class Variant:
     @property
     def common(self) -> dict[str, Any]:
         """Those of them that its configuration and its tokenizer are loaded with, too."""
-        shared = (*_ACCESS, "trust_remote_code", "subfolder")
-        return {name: value for name, value in self.options.items() if name in shared}
+        found = {"trust_remote_code": False} | self.options  # else the terminal is asked
+        return {name: found[name] for name in (*_SHARED, *_ACCESS) if name in found}
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_an_adapter_among_a_models_files_is_refused(folder):
         load(folder)
 
 
-def test_code_that_comes_with_a_model_is_part_of_what_it_is(tmp_path, folder):
+def test_code_that_comes_with_a_model_is_part_of_what_it_is(folder, monkeypatch):
     """Also code that its code imports, which no configuration names."""
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "own.Own", "AutoConfig": "own_sizes.Sizes"}
@@ -143,6 +143,7 @@ def test_code_that_comes_with_a_model_is_part_of_what_it_is(tmp_path, folder):
     (first, one), (second, other) = found
     assert not torch.allclose(one, other)
     assert first != second
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("the terminal is asked"))
     with pytest.raises(ModelError, match=r'model_kwargs={"trust_remote_code": True}'):
         load(folder)
 

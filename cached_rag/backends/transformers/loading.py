@@ -117,7 +117,7 @@ def load_model(
         config = AutoConfig.from_pretrained(path, revision=commit, **variant.common)
         is_packed, text = becomes_dense(config), text_half(config)
         given = config if is_packed and text is None else text
-        empty = empty_model(text or config, trust_remote_code=bool(variant.options.get(_TRUSTED)))
+        empty = empty_model(text or config, trust_remote_code=variant.common[_TRUSTED])
         load_dtype, keeps = packing.kept_as(
             name, empty, torch_dtype, device, wanted, is_asked=dtype is not None
         )
@@ -208,7 +208,8 @@ def load_tokenizer(name: str) -> Any:
     """
     source = resolve(name)
     try:
-        return AutoTokenizer.from_pretrained(_converted(source) if source.is_gguf else source.path)
+        path = _converted(source) if source.is_gguf else source.path
+        return AutoTokenizer.from_pretrained(path, **Variant().common)
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(f"cannot load a tokenizer from {name!r}: {error}") from error
 
