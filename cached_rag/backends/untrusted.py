@@ -147,10 +147,15 @@ class BoundedReader(gguf.GGUFReader):  # type: ignore[misc]
             if len(field.types) == 1 and "INT" in field.types[0].name
         }
         check_counts(counts)
-        for key, used in counts.items():  # over this, too, llama.cpp ends the process
-            of = key.replace("expert_used_count", "expert_count")
-            if of != key and used > counts.get(of, 0):
-                raise ValueError(f"{key} is {used}, more experts than it has")
+        kinds = "count", "used_count", "group_count", "group_used_count"
+        numbers = {key.rpartition(".expert_")[2]: number for key, number in counts.items()}
+        given = [numbers.get(kind, 0) for kind in kinds]
+        experts, used, groups, chosen = given
+        fits = (0 < used <= experts and groups < experts) if experts else not used and not groups
+        if groups > 1:
+            fits &= experts % groups == 0 and 0 < chosen < groups
+        if not fits:  # over these, too, llama.cpp ends the process
+            raise ValueError(f"its numbers of experts do not fit each other: {given}")
         return super()._build_tensor_info(offs, count)
 
     def _build_tensors(self, start_offs: int, fields: Any) -> None:

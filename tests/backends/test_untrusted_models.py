@@ -197,9 +197,22 @@ def test_a_hostile_gguf_is_a_model_error(tmp_path, monkeypatch, load, data):
         load(str(path))
 
 
+def experts(writer, count, used, groups, used_groups):
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(used)
+    writer.add_expert_group_count(groups)
+    writer.add_expert_group_used_count(used_groups)
+
+
 FIELDS = {
     "more experts than llama.cpp has room for": lambda w: w.add_expert_count(1000),
     "more experts in use than there are": lambda w: w.add_expert_used_count(5),
+    "experts and none in use": lambda w: w.add_expert_count(4),
+    "groups of no experts": lambda w: w.add_expert_group_count(2),
+    "groups that experts do not fill": lambda w: experts(w, 4, 2, 3, 1),
+    "groups of experts and none in use": lambda w: experts(w, 4, 2, 2, 0),
+    "all groups of experts in use": lambda w: experts(w, 4, 2, 2, 2),
+    "as many groups as experts": lambda w: experts(w, 4, 2, 4, 1),
     "a rotation wider than heads": lambda w: w.add_rope_dimension_count(10**6),
     "keys of no width": lambda w: w.add_key_length(0),
 }
