@@ -6,8 +6,6 @@ are made of in `cached_rag.spi`. A name is imported when it is first used: `impo
 itself loads no model library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING

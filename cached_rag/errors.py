@@ -22,8 +22,6 @@
 A message says what happened, why, and the remedy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ A setting stands once, as a field of a frozen dataclass, with its help in the cl
 command line, keyword arguments and the fields of the frameworks' models are made from that.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

@@ -13,8 +13,6 @@ Tools are `cached_rag.Tools`, whose answers grow by `GrowingAnswer`; `new_call_i
 `shown_logprob` and `shown_logprobs` are OpenAI's forms.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from cached_rag import imports_from

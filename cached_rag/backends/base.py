@@ -5,8 +5,6 @@ which order; `kv` defines the buffers that hold keys and values. To add a backen
 with the members of `Backend` and run the engine on it in `tests/backends/test_backends.py`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

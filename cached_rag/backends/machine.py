@@ -4,8 +4,6 @@ How fast is measured once for each model and machine, and kept in the user's cac
 profile.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import json

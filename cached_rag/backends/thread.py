@@ -6,8 +6,6 @@ more workers than cores, idle workers sleep instead of spinning: on two cores de
 so this module hands their work to one thread. Knows no model.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import queue

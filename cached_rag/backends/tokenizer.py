@@ -6,8 +6,6 @@ message's content or in a cached chunk stays text, where plain tokenisation woul
 `prompt_text.py` for which tokens these are.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence

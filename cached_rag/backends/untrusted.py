@@ -5,8 +5,6 @@ template runs in a sandbox, which nested loops make run for years and doubled te
 from. Whoever renders is watched from another thread, and stopped. Knows no template.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import re

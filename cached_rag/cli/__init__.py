@@ -1,7 +1,5 @@
 """The command line: `main` puts it together, of files with a few commands each."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

@@ -3,8 +3,6 @@
 Each command parses, calls the library and prints.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """`cached-rag serve`: builds the server and runs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

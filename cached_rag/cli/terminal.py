@@ -1,7 +1,5 @@
 """How commands print tables, JSON and reports on the terminal."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

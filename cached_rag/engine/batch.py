@@ -3,8 +3,6 @@
 Knows requests and bounds; knows no text, no queue and no thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 

@@ -4,8 +4,6 @@
 the tests compare the two.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

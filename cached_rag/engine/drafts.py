@@ -8,8 +8,6 @@ takes, and in float32 not what it says; in bf16, and with weights of few bits, n
 otherwise (`drafts=False` is without). Knows token ids; knows no model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

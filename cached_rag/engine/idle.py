@@ -3,8 +3,6 @@
 Knows tokens, KV and logits; knows no method and no text.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import deque

@@ -5,8 +5,6 @@ it is prefilled: by the method that was asked for, or by another one where the m
 nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol

@@ -4,8 +4,6 @@
 the chunks, place their KV, compute what is left. Knows nothing of the answer.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

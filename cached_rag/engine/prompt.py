@@ -11,8 +11,6 @@ token needs. The tokens behind it are read from other places, which were left st
 what it attends to, that is recomputed, and it is computed again. Knows nothing of batches.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Sequence

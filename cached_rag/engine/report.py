@@ -1,7 +1,5 @@
 """The report of a request: what it reused and computed, and how long that took; and its clock."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from dataclasses import dataclass, field

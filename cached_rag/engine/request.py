@@ -1,7 +1,5 @@
 """A request: a prompt in the scheduler's hands, its answer, and who gets it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum

@@ -1,7 +1,5 @@
 """What an engine answers with: its model, loaded by a backend, and what tenants of it share."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

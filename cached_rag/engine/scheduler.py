@@ -7,8 +7,6 @@ The main thread makes the turns for its own requests, the model's thread for all
 when a request begins, fails and ends; what it has in memory is `batch.py`'s.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

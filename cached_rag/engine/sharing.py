@@ -6,8 +6,6 @@ it stands (Prompt Cache, section 3.4; RelayAttention, section 3.3 and appendix D
 finished prompts left is in `Sequences`. Knows tokens and KV; computes nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

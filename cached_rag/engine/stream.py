@@ -3,8 +3,6 @@
 Knows the scheduler and its requests; knows no KV.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import queue

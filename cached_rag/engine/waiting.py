@@ -1,7 +1,5 @@
 """The queue of waiting requests: tenants take turns, each tenant's requests keep their order."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import threading

@@ -1,7 +1,5 @@
 """What this machine and a model can do, and a self-test of partial prefill against the model."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

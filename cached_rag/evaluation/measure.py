@@ -4,8 +4,6 @@ F1 and EM (exact match) are those of SQuAD v1.1: texts are compared in lower cas
 punctuation and articles, and the best score over the references counts.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

@@ -6,8 +6,6 @@ before the next example. So a disturbance of the timing affects all trials alike
 run has complete examples.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

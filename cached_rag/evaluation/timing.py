@@ -5,8 +5,6 @@ run can be trusted where the times cannot. Prompts are of random words, as only 
 tokens matters.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 import time

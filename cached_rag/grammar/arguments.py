@@ -4,8 +4,6 @@ Qwen 3.5 writes each value between tags; Gemma 4 and LFM2 write them as a progra
 To users all of them are JSON. Knows schemas; knows no template.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

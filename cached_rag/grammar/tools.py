@@ -4,8 +4,6 @@ Where a model's template lists no tools or writes no calls, the messages do so a
 of calls; knows no model.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -5,8 +5,6 @@ are scaled channel by channel, over tokens that stand together, and values token
 KIVI (Liu et al., ICML 2024, https://arxiv.org/abs/2402.02750), section 3.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -5,8 +5,6 @@ checksum covers the values. So a damaged text is never taken for the real one. K
 knows no table.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -5,8 +5,6 @@ and no two files ever have the same name. So whoever holds a transaction knows t
 a row is litter, and that a row without a file is a miss. Knows no model.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -13,8 +13,6 @@ From S3-FIFO (Yang et al., SOSP 2023, https://doi.org/10.1145/3600006.3613147), 
 is in memory the table is in memory, too. Knows SQLite; knows no KV and no file of it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

@@ -5,8 +5,6 @@ writes holds a lock, which ends with the process. So while nobody holds it, all 
 folder was left by processes that were killed. Knows no format.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Digests: of texts, tokens, models, and the store key of a module. Knows no tensor."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from array import array

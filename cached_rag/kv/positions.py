@@ -6,8 +6,6 @@ dimensions pair up, how many rotate, and with which frequencies differs by model
 `match_rule` finds the rule that explains two observations of the same tokens, and never guesses.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

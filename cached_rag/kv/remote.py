@@ -4,8 +4,6 @@ Every wait of a prompt has a bound, and what comes from there is checked before 
 begin with the tenant's namespace. Knows no model but its sizes.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -3,8 +3,6 @@
 And how they come from one place to another in the background. Knows no file format and no model.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

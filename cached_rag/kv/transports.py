@@ -3,8 +3,6 @@
 And how it is called, so that one that fails is waited for seldom. Knows no tensor.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -5,8 +5,6 @@ all of its payload, so that a value that was damaged or stored under another nam
 key it is a MAC (BLAKE2b), which nobody can make who has not the key; without, a checksum (XXH3).
 """
 
-from __future__ import annotations
-
 import hmac
 import io
 import json

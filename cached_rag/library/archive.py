@@ -4,8 +4,6 @@ What finished prompts left is described here as in `Sequences`, and lies on disk
 says. Writing fails quietly but for a word in the log, as only caching fails. Knows tokens and KV.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -4,8 +4,6 @@ Knows prefixes and contexts; knows no request. The model's lock is held for a ba
 between two, so that answers go on.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

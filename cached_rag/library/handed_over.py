@@ -7,8 +7,6 @@ with the first place where prompt and text part, unless the prompt has nothing l
 is about something else. Knows text and tokens; knows no KV.
 """
 
-from __future__ import annotations
-
 import html
 import logging
 import re

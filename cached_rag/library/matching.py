@@ -12,8 +12,6 @@ beginning as before is no run: the KV of that beginning serves it. Knows text, o
 ids; knows no KV and no model.
 """
 
-from __future__ import annotations
-
 import re
 import threading
 from bisect import bisect_left, bisect_right

@@ -3,8 +3,6 @@
 Knows keys and tiers; knows no text. Of the model it knows only the fingerprint.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Methods by name: how KV is reused and repaired. A new method is imported and listed here."""
 
-from __future__ import annotations
-
 from cached_rag.methods.base import Layout, Selector, Takes
 from cached_rag.methods.cacheblend import CacheBlend
 from cached_rag.methods.parse import is_compared_at, parse_method, spelled

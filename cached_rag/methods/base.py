@@ -8,8 +8,6 @@ To add a method: a file with a frozen dataclass that has these members, one line
 says what it recomputes and why, what that costs, and when to use it.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """CacheBlend: the tokens whose keys and values deviate most."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

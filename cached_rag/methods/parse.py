@@ -3,8 +3,6 @@
 Of a joined one, what any of its members would recompute is recomputed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ They differ in the layers that they look at, in how they weigh what each of the 
 attends to, and in what is recomputed besides. `auto`, the default, is one of them.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -2,8 +2,6 @@
 states; each chunk's first tokens; and a choice by chance, with which the others are compared.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -5,8 +5,6 @@ authors' schema files (`parameter`, `length`, `cache`, `scaffold` of unions and 
 accepted, too.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple

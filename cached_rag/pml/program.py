@@ -10,8 +10,6 @@ ends, and a dictionary of arguments for the module that is open. Compiled again,
 call's arguments: so the function's own conditions decide which modules the prompt imports.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -7,8 +7,6 @@ is nearer to full prefill's. It costs nothing later, since only the unit's own K
 layouts, a model and a library; knows no prompt.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import defaultdict

@@ -5,8 +5,6 @@ https://reference.langchain.com/python/langchain-text-splitters; texts are embed
 and reranked by sentence-transformers. Knows no index, and is told how to count tokens.
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ put a link in its place meanwhile. What parsers get is a copy, as they open a fi
 some do so several times. Knows no file format.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

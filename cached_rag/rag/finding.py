@@ -5,8 +5,6 @@ folder or a single file that was ingested, wherever it lies. A document's source
 and its path in the root: "docs/guide/a.md"; a single file's source is its name. Opens no file.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ Written here because no library with a free licence keeps an author's numbers, l
 hidden, and keeps the cells of tables apart, empty ones too, without markup of its own.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -3,8 +3,6 @@
 `Search` finds chunks in it. Knows no language model and no KV.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sqlite3

@@ -4,8 +4,6 @@ Each step keeps what is there already, so an interrupted run goes on where it st
 watched by the watchfiles library (extra "docs").
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress

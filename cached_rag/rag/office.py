@@ -3,8 +3,6 @@
 With headings, numbers of lists, tables and notes. Nothing is run or fetched.
 """
 
-from __future__ import annotations
-
 import re
 import zipfile
 from collections import defaultdict

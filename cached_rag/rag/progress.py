@@ -3,8 +3,6 @@
 Knows tqdm; knows no document.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ Documents are untrusted: nothing in them is executed, included or fetched. Markd
 reStructuredText become HTML, and HTML becomes text with its layout kept.
 """
 
-from __future__ import annotations
-
 import codecs
 import json
 import re

@@ -5,8 +5,6 @@ are left out of the HTML, as its writer would open them. Of other directives, su
 argument and content are text; what docutils cannot read stays as it is written.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from copy import copy

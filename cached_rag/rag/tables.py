@@ -3,8 +3,6 @@
 Numbers are as sheets show them. Excel's are read by openpyxl (extra "docs"). Nothing is run.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -1,7 +1,5 @@
 """An OpenAI-compatible server over one engine (extra `serve`). Its settings need no extra."""
 
-from __future__ import annotations
-
 import ipaddress
 import math
 import re

@@ -1,7 +1,5 @@
 """The server's paths. `gate` decides who may ask, `endings` answers errors. Knows no model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection

@@ -5,8 +5,6 @@ told, for their messages may have paths of this machine in them. Counts are Prom
 reports, and no request's content. Knows HTTP; knows no path.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

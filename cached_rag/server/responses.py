@@ -3,8 +3,6 @@
 Nothing is kept between requests, so a conversation is sent whole. Knows JSON; knows no engine.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping

@@ -3,8 +3,6 @@
 Shares out what of the machine it may use, before. Knows uvicorn.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """What the server does for a request, apart from HTTP. Knows engines; knows no socket."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing

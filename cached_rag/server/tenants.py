@@ -3,8 +3,6 @@
 Knows engines and namespaces; knows no HTTP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import threading

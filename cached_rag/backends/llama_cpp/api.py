@@ -6,8 +6,6 @@ build is pinned, and `load` refuses a library whose default parameters do not re
 Field names are those of `llama.h`.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools

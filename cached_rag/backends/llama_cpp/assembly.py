@@ -12,8 +12,6 @@ stored KV, not the new one; hence a chunk takes more than one call, where that c
 (`calls`). Knows KV and layouts; chooses no token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise

@@ -8,8 +8,6 @@ Where layers keep something else than KV of each token, such as recurrent ones, 
 is taken out and put in as a whole, as bytes. Knows tokens and KV; knows no prompt.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ kept as a whole, and it is tried that a prompt goes on from them. With weights i
 rounds activations to 8 bits, so two equal computations may differ a little.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -5,8 +5,6 @@ KV is in the engine's buffers; what is in the context is a copy. So a prompt can
 at any time, and is put in anew when it goes on. Knows KV; knows no text.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

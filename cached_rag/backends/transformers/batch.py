@@ -7,8 +7,6 @@ rows share once for all these rows. Rows may differ in length and lie in differe
 nothing of sampling or of requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise

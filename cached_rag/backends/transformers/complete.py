@@ -7,8 +7,6 @@ folders that this library made itself, tables of embeddings stay on disk. A LoRA
 into the weights. Knows no prompt and no KV.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -11,8 +11,6 @@ M is found by running the layer's own module from other states, so it is what th
 whatever that is made of; one that is not affine in its state is found out, too.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ released, so the conversion needs memory for the largest tensor and one shard, n
 Weights in groups of 4 bits stay what they are (`few_bits.py`), all others become bf16.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

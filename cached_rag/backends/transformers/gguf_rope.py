@@ -5,8 +5,6 @@ a part rotates. A model that rotates in another way than it was trained to gives
 no error, so that what has no equal in a configuration is refused.
 """
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 import gguf

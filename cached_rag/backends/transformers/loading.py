@@ -3,8 +3,6 @@
 Knows no prompt, chunk or store.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -3,8 +3,6 @@
 Knows transformers; knows no prompt, chunk or store.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ keeps nothing but its few bits; else it keeps dense weights, too, for passes wit
 (`few_bits.py`). `fits_dense` says whether there is memory for both.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal

@@ -16,8 +16,6 @@ positions have gaps, a key's index is not its position: the bias is then compute
 with the same slope (Prompt Cache, section 4.2). Knows nothing of text or stores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any

@@ -6,8 +6,6 @@ layer, and depth, width and outlier channels do not increase it. Rounding errors
 thousand times smaller than the error of a wrong mask. Knows models; knows no prompt.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

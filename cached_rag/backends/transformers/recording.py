@@ -10,8 +10,6 @@ copies of its weights, in memory that all layers share, so no more memory is nee
 largest layer. Knows transformers and `decoder.py`, nothing else of this library.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager

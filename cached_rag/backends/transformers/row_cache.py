@@ -8,8 +8,6 @@ recomputed tokens is added to the others, which costs no further token. This is 
 from no paper. Knows buffers and slots; knows no method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
