@@ -162,6 +162,7 @@ class IndexFolder:
         store: how the KV is kept.
         settings: the index's, or those that were asked for; see `agree`.
         loaded: the engine that was given, or has been loaded; None before that.
+        owns_engine: none was given.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class IndexFolder:
         self.index = DocumentIndex(path / "documents.sqlite")
         self._asked, self._engine_options = dict(asked), dict(engine_options)
         self.loaded: Engine | None = engine
-        self._owns_engine, self._embedder = engine is None, embedder
+        self.owns_engine, self._embedder = engine is None, embedder
         self._has_same_vectors = False
         self._remote: RemoteTier | None = None
         if store.remote is not None:
@@ -208,7 +209,7 @@ class IndexFolder:
         An engine that was given stays open.
         """
         self.index.close()
-        if self.loaded is not None and self._owns_engine:
+        if self.loaded is not None and self.owns_engine:
             self.loaded.close()
         if self._remote is not None:
             self._remote.close(0)

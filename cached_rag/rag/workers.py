@@ -274,8 +274,10 @@ def helped(
         return
     engine, embedder, options = folder.engine, folder.embedder, folder.load_options()
     store = _for_workers(engine.settings)
-    if options["backend"] == "transformers":
-        options["dtype"] = str(engine.model.shapes.dtype).removeprefix("torch.")
+    dtype = str(engine.model.shapes.dtype).removeprefix("torch.")
+    # Where a CPU has no bf16, fp32 that nobody asked for has other weights than fp32 by name.
+    if options["backend"] == "transformers" and not (folder.owns_engine and dtype == "float32"):
+        options["dtype"] = dtype
     with NamedTemporaryFile(dir=folder.path, prefix=".seen-") as token:
         recipe = IngestRecipe(
             _with_absolute_paths(folder.settings),

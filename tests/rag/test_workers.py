@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import CHUNKS, tiny_model
 from indexes import WordEmbedding, assert_same_index, ingest, rows
 
 from cached_rag import CachedRAG, ConfigError, Engine, StoreConfig
+from cached_rag.backends.transformers import loading
 from cached_rag.errors import ClusterError, StoreError
 from cached_rag.kv.remote import RemoteTier
 from cached_rag.library import encode
@@ -89,6 +91,11 @@ def test_the_index_is_the_one_that_a_single_process_makes(opened, docs, how):
     answers = [rag.ask(question, k=3, max_tokens=8) for rag in (helped, alone)]
     assert answers[0].text == answers[1].text
     assert answers[0].report.modules_missed == 0
+
+
+def test_workers_on_a_cpu_without_bf16_load_as_the_asking_process_does(opened, docs, monkeypatch):
+    monkeypatch.setattr(loading, "fastest_dtype", lambda _: torch.float32)
+    assert ingest(opened("index", dtype=None), docs, ray=Here()).added == 5
 
 
 def test_an_address_is_that_of_a_ray_cluster(opened, docs, monkeypatch):
