@@ -144,6 +144,12 @@ def resolve(name: str) -> ModelSource:
     return ModelSource(name, False, "")
 
 
+def whole_path(name: str) -> str:
+    """A model's name; of files that are there the whole path, which is good from any folder."""
+    path = os.path.abspath(os.path.expanduser(name))
+    return path if name and name not in ALIASES and os.path.exists(path) else name
+
+
 def _instead(folder: Path) -> str:
     """What a folder that is no model's is good for, as far as that can be told."""
     if (folder / "adapter_config.json").is_file():

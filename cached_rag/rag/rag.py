@@ -14,7 +14,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from cached_rag.backends.prompt_text import Message
-from cached_rag.backends.resolve import resolve
+from cached_rag.backends.resolve import resolve, whole_path
 from cached_rag.config import BatchConfig, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError, StoreError, needs_extra
 from cached_rag.options import parted, require
@@ -103,8 +103,8 @@ class CachedRAG:
             ConfigError: a setting that is unknown, bad, or cannot apply.
             MissingPackageError: the packages of `[rag]` are not installed.
         """
-        if isinstance(embedding, os.PathLike):
-            embedding = os.fspath(embedding)
+        if isinstance(embedding, str | os.PathLike):
+            embedding = whole_path(os.fspath(embedding))
         if embedding is not None:
             options["embedding"] = getattr(embedding, "name", embedding)
         index, ranking, how, store, batch, limits = parted(
@@ -113,7 +113,8 @@ class CachedRAG:
         store = {name: given for name, given in store.items() if name not in _THE_INDEXES}
         _check_that_apply(model, engine, [*_given(how | store | batch)], store)
         if model is not None:
-            resolve(str(model))  # before documents are read for it
+            model = whole_path(str(model))
+            resolve(model)  # before documents are read for it
         reranking, reading = Reranking(**ranking), DocumentLimits(**limits)
         root = _folder(path)
         how, index = _given(how), _given(index)

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
+from cached_rag.backends.resolve import whole_path
 from cached_rag.config import StoreConfig
 from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError, needs_extra
 from cached_rag.kv.fingerprint import digest
@@ -339,6 +340,5 @@ def _for_workers(store: StoreConfig) -> StoreConfig:
 
 def _with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with models that are folders named for whatever folder a worker runs in."""
-    models = ((n, settings[n]) for n in ("model", "embedding", "adapter") if settings.get(n))
-    here = {name: str(Path(m).absolute()) for name, m in models if Path(m).exists()}
-    return {**settings, **here}
+    models = (name for name in ("model", "embedding", "adapter") if settings.get(name))
+    return {**settings, **{name: whole_path(settings[name]) for name in models}}

@@ -107,6 +107,24 @@ def test_an_embedding_model_may_be_a_path(tmp_path):
             rag.embedder  # noqa: B018
 
 
+def test_models_named_by_a_relative_path_are_found_from_any_folder(
+    tmp_path, model_folder, monkeypatch
+):
+    (tmp_path / "tiny").symlink_to(model_folder, target_is_directory=True)
+    (tmp_path / "elsewhere").mkdir()
+    for place, named in ((".", "./tiny"), ("elsewhere", None), ("elsewhere", "../tiny")):
+        monkeypatch.chdir(tmp_path / place)
+        with CachedRAG.open(tmp_path / "index", named, embedding=WordEmbedding()) as rag:
+            rag.add_texts({place: CHUNKS[0]}, progress=False)
+            assert rag.settings["model"] == str(tmp_path / "tiny")
+            assert rag.ask("copper?", max_tokens=1).text
+    with (
+        Engine.load("../tiny") as engine,  # another spelling
+        CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding()) as rag,
+    ):
+        assert rag.ask("copper?", max_tokens=1).text
+
+
 def test_ingesting_again_does_only_what_is_new(opened, docs):
     rag = opened()
     ingest(rag, docs)
