@@ -97,7 +97,7 @@ class Section:
         count = len(cells.positions)
         head, rows, middle, *tensors = self._views(state, count)
         head[0] = 1, count
-        rows["position"], rows["sequences"], rows["sequence"] = cells.positions, 1, 0
+        rows["position"], rows["sequences"], rows["sequence"] = cells.positions.numpy(), 1, 0
         middle[0] = 0, self.layers, self.middle
         for tensor in tensors:
             tensor["kind"], tensor["row_bytes"] = _F16, tensor["rows"][0, 0].nbytes
