@@ -20,6 +20,8 @@ from cached_rag.backends.llama_cpp.loading import load_llama_cpp
 from cached_rag.engine.report import Report
 from cached_rag.kv import holdings
 from cached_rag.kv.buffer import ModuleKV
+from cached_rag.rag.answer import Prompts
+from cached_rag.rag.folder import DEFAULTS
 
 MODEL = "llama"
 TEXTS = [f"Note {number} of the keeper. {CHUNKS[number % 3]}" for number in range(12)]
@@ -75,8 +77,7 @@ def right_kv() -> dict[tuple[int, ...], list[ModuleKV]]:
     with Engine(model(), StoreConfig(sequence_bytes=0, write_back=False)) as clean:
         clean.encode(TEXTS, context=None)
         clean.encode(TEXTS, context=PRIMER)
-        with CachedRAG.open(nowhere(), engine=clean, embedding=WordEmbedding()) as rag:
-            clean.encode(TEXTS, rag._asking().prompts.head(), context=(PRIMER, None))
+        clean.encode(TEXTS, Prompts(clean, DEFAULTS["system"]).head(), context=(PRIMER, None))
         for tier in clean.library.shelf.memory:
             for kv in tier.held.values():
                 found.setdefault(kv.token_ids, []).append(kv)
