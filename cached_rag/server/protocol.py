@@ -89,7 +89,7 @@ class ChatMessage(Strict):
     # which OpenAI's `parse()` adds.
     _neutral = dict.fromkeys(("refusal", "function_call", "audio", "annotations"), (None, []))
     _ignored = ("parsed",)
-    _twice: ClassVar = {"reasoning": "reasoning_content"}
+    _twice: ClassVar[dict[str, str]] = {"reasoning": "reasoning_content"}
 
     @field_validator("content", mode="before")
     @classmethod
@@ -168,7 +168,7 @@ class _Settings(Basics):
 
     _ignored = WITHOUT_EFFECT
     _neutral = _NEUTRAL
-    _twice: ClassVar = {"repeat_penalty": "repetition_penalty"}
+    _twice: ClassVar[dict[str, str]] = {"repeat_penalty": "repetition_penalty"}
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
