@@ -10,8 +10,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from numbers import Real
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from cached_rag.errors import ConfigError
 
@@ -50,11 +52,11 @@ _COMPARED = 250
 # How alike a name must be: below this are words that share some letters, such as other programs'.
 _LIKE = 0.75
 # What settings of Python's own types may be given as, and the words for it.
-_KINDS: dict[str, tuple[type[Any], str]] = {
-    "int": (Real, "a whole number"),
-    "float": (Real, "a number"),
-    "bool": (bool, "True or False"),
-    "str": (str, "a string"),
+_KINDS: dict[type, tuple[type[Any], str]] = {
+    int: (Real, "a whole number"),
+    float: (Real, "a number"),
+    bool: (bool, "True or False"),
+    str: (str, "a string"),
 }
 
 
@@ -127,17 +129,27 @@ def check_types(settings: Any) -> None:
     Raises:
         ConfigError: one is of another type.
     """
-    for one in fields(settings):
-        kind, _, also = str(one.type).partition(" | ")
-        given = getattr(settings, one.name)
-        if kind not in _KINDS or also not in ("", "None") or (also and given is None):
+    for name, (kind, may_lack) in _kinds(settings.__class__).items():
+        given = getattr(settings, name)
+        if may_lack and given is None:
             continue
         abstract, words = _KINDS[kind]
-        is_one = isinstance(given, abstract) and isinstance(given, bool) == (kind == "bool")
-        is_sane = is_one and given == given and (kind != "int" or given % 1 == 0)
-        require(is_sane, f"{one.name} is {words}, not {given!r}")
-        if kind in ("int", "float"):
-            object.__setattr__(settings, one.name, _plain(given, kind))
+        is_one = isinstance(given, abstract) and isinstance(given, bool) == (kind is bool)
+        is_sane = is_one and given == given and (kind is not int or given % 1 == 0)
+        require(is_sane, f"{name} is {words}, not {given!r}")
+        if abstract is Real:
+            object.__setattr__(settings, name, _plain(given, kind))
+
+
+@cache
+def _kinds(settings: type) -> dict[str, tuple[type, bool]]:
+    """A class's settings of Python's own types: which that is, and whether None will do, too."""
+    found = {}
+    for name, hint in get_type_hints(settings).items():
+        kinds = {*get_args(hint)} if get_origin(hint) is UnionType else {hint}
+        if len(own := kinds - {NoneType}) == 1 and (kind := own.pop()) in _KINDS:
+            found[name] = kind, NoneType in kinds
+    return found
 
 
 def check_range(settings: Any, least: float, most: float, *names: str) -> None:
@@ -159,9 +171,9 @@ def require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _plain(number: Any, kind: str) -> int | float:
+def _plain(number: Any, kind: type) -> int | float:
     try:
-        return int(number) if kind == "int" else float(number)
+        return int(number) if kind is int else float(number)
     except OverflowError:  # a whole number larger than any float
         return math.inf if number > 0 else -math.inf
 
