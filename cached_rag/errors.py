@@ -105,13 +105,13 @@ class IndexMismatchError(CachedRAGError):
 class MissingPackageError(CachedRAGError, ImportError):
     """A part of this library needs packages that are not installed, or other versions of them."""
 
-    def __init__(self, what: str, extra: str, error: ImportError) -> None:
+    def __init__(self, what: str, extra: str, error: Exception) -> None:
         """Say what is missing and how to get it.
 
         Args:
             what: the part that needs the packages, as in "the server".
             extra: the extra of this library that brings them.
-            error: the failed import.
+            error: what says so, mostly the failed import.
         """
         super().__init__(what, extra, error)  # by which another process makes it anew
 

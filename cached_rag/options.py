@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import cache
 from numbers import Real
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from cached_rag.errors import ConfigError
 
@@ -146,10 +146,16 @@ def _kinds(settings: type) -> dict[str, tuple[type, bool]]:
     """A class's settings of Python's own types: which that is, and whether None will do, too."""
     found = {}
     for name, hint in get_type_hints(settings).items():
-        kinds = {*get_args(hint)} if get_origin(hint) is UnionType else {hint}
-        if len(own := kinds - {NoneType}) == 1 and (kind := own.pop()) in _KINDS:
-            found[name] = kind, NoneType in kinds
+        kinds = members(hint)
+        if len(kinds) == 1 and kinds[0] in _KINDS:
+            found[name] = kinds[0], hint is not kinds[0]
     return found
+
+
+def members(kind: Any) -> list[Any]:
+    """The types of a union, less None and what they are of."""
+    found = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return [get_origin(one) or one for one in found if one is not NoneType]
 
 
 def check_range(settings: Any, least: float, most: float, *names: str) -> None:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -23,7 +22,7 @@ import cached_rag
 from cached_rag.config import DEFAULT_MODEL, GenerationConfig, ModelConfig, StoreConfig
 from cached_rag.errors import ConfigError
 from cached_rag.kv.files import is_file
-from cached_rag.options import Setting, settings_of
+from cached_rag.options import Setting, members, settings_of
 from cached_rag.rag.folder import IndexConfig, Reranking
 from cached_rag.rag.index import CHANGEABLE, DocumentIndex
 
@@ -124,9 +123,9 @@ def _parsed(one: Setting, value: Any) -> Any:
         return filters(value)
     if isinstance(value, list):
         return tuple(value)
-    if Mapping in _members(one.type):
+    if Mapping in members(one.type):
         return _object(one.name, value)
-    return _WORDS.get(value, value) if bool in _members(one.type) else value
+    return _WORDS.get(value, value) if bool in members(one.type) else value
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -211,16 +210,10 @@ def _brief(text: str) -> str:
 
 def _plain_type(kind: Any) -> Any:
     """What the command line reads for a setting of a type."""
-    members = _members(kind)
-    if len(members) == 1 and members[0] in (bool, int, float):
-        return members[0]
-    return list[str] if tuple in members else str
-
-
-def _members(kind: Any) -> list[Any]:
-    """The types of a union, less None and what they are of."""
-    found = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    return [get_origin(one) or one for one in found if one is not type(None)]
+    found = members(kind)
+    if len(found) == 1 and found[0] in (bool, int, float):
+        return found[0]
+    return list[str] if tuple in found else str
 
 
 def _object(name: str, text: str) -> dict[str, Any]:

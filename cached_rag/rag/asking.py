@@ -159,8 +159,7 @@ def agree(folder: IndexFolder) -> None:
     Raises:
         ConfigError: the index is empty.
     """
-    folder.agree()
-    if not folder.index.settings():
+    if not folder.agree():
         raise ConfigError("the index is empty; ingest documents first")
 
 

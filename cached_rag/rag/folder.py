@@ -214,9 +214,15 @@ class IndexFolder:
         if self._remote is not None:
             self._remote.close(0)
 
-    def agree(self) -> None:
-        """Take over the settings of the index, to which another process may have given some."""
-        self.settings = DEFAULTS | self.index.agree(self._asked) | self._asked
+    def agree(self) -> bool:
+        """Take over the settings of the index, to which another process may have given some.
+
+        Returns:
+            Whether it has any: an index without documents has not.
+        """
+        kept = self.index.agree(self._asked)
+        self.settings = DEFAULTS | kept | self._asked
+        return bool(kept)
 
     @property
     def engine(self) -> Engine:

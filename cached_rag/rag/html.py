@@ -246,8 +246,8 @@ class _Page:
 def _parted(element: Any) -> str:
     """What parts it from what stands before it in an equation; "" if nothing does."""
     around = element.getparent()
-    is_next = around is not None and around[0] is not element
-    return _PARTED.get(around.tag, "") if is_next else ""
+    mark = "" if around is None else _PARTED.get(around.tag, "")
+    return mark if mark and around[0] is not element else ""
 
 
 def _is_an_items(element: Any) -> bool:

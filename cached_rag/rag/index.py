@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cached_rag.backends.resolve import whole_path
 from cached_rag.errors import IndexMismatchError
 from cached_rag.kv.database import Database, Problem, Row, is_sound, row_sum
 from cached_rag.rag.chunks import Chunk, Embeddings, embedded
@@ -101,10 +100,9 @@ class DocumentIndex:
         """
         kept = self.settings()
         for name, value in asked.items():
-            before = kept.get(name, value)  # of models that are files maybe another spelling
-            if name not in CHANGEABLE and whole_path(before) != whole_path(value):
+            if name not in CHANGEABLE and kept.get(name, value) != value:
                 raise IndexMismatchError(
-                    f"the index at {self._folder} was made with {name} {before!r}, not "
+                    f"the index at {self._folder} was made with {name} {kept[name]!r}, not "
                     f"{value!r}; open it again without that setting, or ingest into another folder"
                 )
         return kept

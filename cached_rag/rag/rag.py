@@ -107,6 +107,8 @@ class CachedRAG:
             embedding = whole_path(os.fspath(embedding))
         if embedding is not None:
             options["embedding"] = getattr(embedding, "name", embedding)
+        if options.get("adapter"):
+            options["adapter"] = whole_path(options["adapter"])
         index, ranking, how, store, batch, limits = parted(
             options, *SETTINGS, beside=("model", "engine")
         )
@@ -122,7 +124,7 @@ class CachedRAG:
         known = {**vars(IndexConfig(**index)), **loading}
         asked = {name: known[name] for name in [*index, *how] if name not in _THE_MACHINES}
         if engine or model:
-            asked["model"] = engine.model.name if engine else model
+            asked["model"] = whole_path(engine.model.name) if engine else model
         options = {name: loading[name] for name in _THE_MACHINES}
         options["batch"] = BatchConfig(**batch)
         folder = IndexFolder(

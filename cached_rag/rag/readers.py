@@ -212,15 +212,14 @@ def _read_pdf(path: Path) -> Iterator[Part]:
     from pypdf import PdfReader
     from pypdf.errors import DependencyError
 
-    with needs_extra("docs", "reading a PDF encrypted by AES"):
-        try:
-            reader = PdfReader(path)
-            if reader.is_encrypted and not reader.decrypt(""):
-                raise DocumentError(f"{path}: is encrypted; remove its password")
-            for number, page in enumerate(reader.pages, 1):
-                yield page.extract_text(), {"page": number}
-        except DependencyError as error:  # even where no password is needed
-            raise ModuleNotFoundError(str(error)) from error
+    try:
+        reader = PdfReader(path)
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise DocumentError(f"{path}: is encrypted; remove its password")
+        for number, page in enumerate(reader.pages, 1):
+            yield page.extract_text(), {"page": number}
+    except DependencyError as error:  # even where no password is needed
+        raise MissingPackageError("reading a PDF encrypted by AES", "docs", error) from error
 
 
 def _read_code(path: Path) -> str:

@@ -18,7 +18,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cached_rag.backends.resolve import whole_path
 from cached_rag.config import StoreConfig
 from cached_rag.errors import ClusterError, ConfigError, DocumentError, StoreError, needs_extra
 from cached_rag.kv.fingerprint import digest
@@ -281,8 +280,8 @@ def helped(
         options["dtype"] = dtype
     with NamedTemporaryFile(dir=folder.path, prefix=".seen-") as token:
         recipe = IngestRecipe(
-            _with_absolute_paths(folder.settings),
-            _with_absolute_paths(options),
+            folder.settings,
+            options,
             store,
             None if isinstance(embedder, Embedder) else embedder,
             engine.model.fingerprint,
@@ -336,9 +335,3 @@ def _for_workers(store: StoreConfig) -> StoreConfig:
         write_back=False,
         learn="off",
     )
-
-
-def _with_absolute_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with models that are folders named for whatever folder a worker runs in."""
-    models = (name for name in ("model", "embedding", "adapter") if settings.get(name))
-    return {**settings, **{name: whole_path(settings[name]) for name in models}}

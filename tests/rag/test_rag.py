@@ -125,6 +125,14 @@ def test_models_named_by_a_relative_path_are_found_from_any_folder(
         assert rag.ask("copper?", max_tokens=1).text
 
 
+def test_an_adapter_named_by_a_relative_path_is_found_from_any_folder(tmp_path, monkeypatch):
+    (tmp_path / "lora").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for named, kept in (("./lora", str(tmp_path / "lora")), ("someone/lora", "someone/lora")):
+        with CachedRAG.open("index", adapter=named, embedding=WordEmbedding()) as rag:
+            assert rag.settings["adapter"] == kept
+
+
 def test_ingesting_again_does_only_what_is_new(opened, docs):
     rag = opened()
     ingest(rag, docs)
