@@ -22,7 +22,7 @@ from docs.experiments.commands.models import (
 from docs.experiments.commands.peers import peers_command
 from docs.experiments.commands.scale import scale
 from docs.experiments.commands.schemas import schema_demo, schema_eval, schema_lengths
-from docs.experiments.commands.serving import attention, kernels, serving, traffic
+from docs.experiments.commands.serving import attention, kernels, mmlu, serving, traffic
 from docs.experiments.commands.stored import stored
 from docs.experiments.commands.vllm import vllm_handoff
 
@@ -34,7 +34,7 @@ app = typer.Typer(
 )
 for command in (
     *(answers, chat, memory, models, architectures, loading, deviation, order, chains, scale),
-    *(serving, attention, kernels, traffic, stored, gpu),
+    *(serving, attention, kernels, traffic, mmlu, stored, gpu),
     *(schema_demo, schema_eval, schema_lengths, vllm_handoff),
 ):
     app.command(cls=SettingsCommand)(with_settings(command))

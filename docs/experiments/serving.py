@@ -73,42 +73,70 @@ class ArrivalRow:
 
 
 class Workload:
-    """Prompts with one beginning, and an engine for each way to serve them."""
+    """Prompts with one beginning, and an engine for each way to serve them.
+
+    Attributes:
+        encoding_s: seconds that the beginning took before requests came, by the way's name.
+    """
 
     def __init__(
-        self,
-        model: Backend,
-        shared_tokens: int,
-        private_tokens: int,
-        requests: int,
-        max_rows: int | None = None,
+        self, model: Backend, shared: str, texts: Sequence[str], max_rows: int | None = None
     ) -> None:
-        """Make prompts and engines, and encode the shared beginning.
+        """Make engines, and encode the shared beginning.
 
         Args:
+            texts: what follows the beginning, a request each.
             max_rows: most answers at a time; None for all at once.
 
         Raises:
             ConfigError: a count below 1.
         """
-        every = BatchConfig(max_rows=max_rows or requests)
+        every = BatchConfig(max_rows=max_rows or len(texts))
         self.engines = {
             "relay": Engine(model, NEW_PROMPTS, every),
             "copied": Engine(model, NEW_PROMPTS, replace(every, shares=False)),
             "recomputed": Engine(model, NEW_PROMPTS, replace(every, shares=False)),
             "sequential": Engine(model, NEW_PROMPTS, BatchConfig(max_rows=1, shares=False)),
         }
-        engine = self.engines["relay"]
-        shared, *texts = make_texts(engine, shared_tokens, *[private_tokens] * requests)
         self.prompts = [f"{_OPENING}{shared}\n{text}" for text in texts]
+        self.encoding_s = dict.fromkeys(METHODS, 0.0)
         for name, engine in self.engines.items():
             if name != "recomputed":
+                began = time.perf_counter()
                 engine.encode([shared], _OPENING, context=None)  # exact where it stands
+                self.encoding_s[name] = time.perf_counter() - began
+
+    @classmethod
+    def made(
+        cls,
+        model: Backend,
+        shared_tokens: int,
+        private_tokens: int,
+        requests: int,
+        max_rows: int | None = None,
+    ) -> Workload:
+        """One of made texts, of so many tokens each.
+
+        Raises:
+            ConfigError: a count below 1.
+        """
+        with Engine(model, NEW_PROMPTS) as engine:
+            shared, *texts = make_texts(engine, shared_tokens, *[private_tokens] * requests)
+        return cls(model, shared, texts, max_rows)
 
     def close(self) -> None:
         """Close all engines."""
         for engine in self.engines.values():
             engine.close()
+
+
+@dataclass(frozen=True)
+class Served:
+    """Answers to all requests, in order; how long they took, and most bytes of KV at a time."""
+
+    answers: list[Generation]
+    seconds: float
+    kv_bytes: int
 
 
 def bench_serving(
@@ -126,9 +154,9 @@ def bench_serving(
     Raises:
         ConfigError: a count below 1, or an unknown method.
     """
-    _check(methods, new_tokens)
-    config = _config(new_tokens)
-    with closing(Workload(model, shared_tokens, private_tokens, requests)) as work:
+    check_methods(methods)
+    config = every_token(new_tokens)
+    with closing(Workload.made(model, shared_tokens, private_tokens, requests)) as work:
         variants = {
             name: partial(_timed, work.engines[name], work.prompts, config) for name in methods
         }
@@ -149,18 +177,19 @@ def bench_serving(
     ]
 
 
-def _check(methods: Sequence[str], new_tokens: int) -> None:
-    if set(methods) - set(METHODS) or new_tokens < 1:
-        raise ConfigError(f"methods are {', '.join(METHODS)}; new tokens at least 1")
+def check_methods(methods: Sequence[str]) -> None:
+    """Raise ConfigError for an unknown way to serve."""
+    if set(methods) - set(METHODS):
+        raise ConfigError(f"methods are {', '.join(METHODS)}")
 
 
-def _config(new_tokens: int) -> GenerationConfig:
+def every_token(new_tokens: int) -> GenerationConfig:
     """Every token takes a step, whatever the answer says."""
     return GenerationConfig("prefix", max_tokens=new_tokens, ignore_eos=True, drafts=False)
 
 
-def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> dict[str, float]:
-    """The figures of one round, named as in `ServingRow`."""
+def serve(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> Served:
+    """Ask all at once."""
     streams = [engine.stream(prompt, config) for prompt in prompts]
     began = time.perf_counter()
     held = 0
@@ -171,17 +200,22 @@ def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> 
         for _ in stream:
             held = max(held, engine.scheduler.nbytes)
         answers.append(stream.result())
-    seconds = time.perf_counter() - began
-    tokens = sum(len(answer.token_ids) for answer in answers)
-    reports = [answer.report for answer in answers]
+    return Served(answers, time.perf_counter() - began, held)
+
+
+def _timed(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> dict[str, float]:
+    """The figures of one round, named as in `ServingRow`."""
+    served = serve(engine, prompts, config)
+    tokens = sum(len(answer.token_ids) for answer in served.answers)
+    reports = [answer.report for answer in served.answers]
     later = [
         (report.total_ms - report.ttft_ms) / max(1, report.output_tokens - 1) for report in reports
     ]
     computed = sum(report.prompt_tokens - report.cached_tokens for report in reports)
     return {
-        "tokens_per_s": tokens / seconds,
+        "tokens_per_s": tokens / served.seconds,
         "step_ms": statistics.median(later),
-        "kv_bytes": held,
+        "kv_bytes": served.kv_bytes,
         "computed_tokens": computed,
     }
 
@@ -202,11 +236,11 @@ def bench_arrivals(
     Raises:
         ConfigError: as `bench_serving`.
     """
-    _check(methods, new_tokens)
+    check_methods(methods)
     # In the model's thread, where requests are answered (see `backends/thread.py`).
     sizes = shared_tokens, private_tokens, requests, max_rows
-    made = submit(partial(Workload, model, *sizes)).result()
-    config = _config(new_tokens)
+    made = submit(partial(Workload.made, model, *sizes)).result()
+    config = every_token(new_tokens)
     rows = []
     with closing(made) as work:
         for rate in rates:

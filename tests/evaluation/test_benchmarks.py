@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from doubles import Recording
 from cached_rag import ConfigError, Engine, GenerationConfig
 from cached_rag.backends.transformers import kernels
 from cached_rag.backends.transformers.kernels import KV, reference
+from cached_rag.errors import EvaluationError
 from cached_rag.evaluation.data import Example
 from cached_rag.evaluation.timing import make_texts, medians, take_turns
 from cached_rag.kv.layers import KVShapes, LayerShape
 from cached_rag.kv.rows import LONGEST_SLAB
 from cached_rag.methods.base import Layout
 from cached_rag.rag.answer import Prompts
+from docs.experiments import mmlu
 from docs.experiments.attention import intensity, make_steps, theory
 from docs.experiments.cold import cold_ms
 from docs.experiments.map_reduce import SYSTEM, bench_chains
@@ -132,7 +135,7 @@ def test_the_intensity_is_equation_3():
 
 
 def test_all_ways_of_serving_give_the_same_answers():
-    work = Workload(tiny_model("qwen3"), shared_tokens=200, private_tokens=20, requests=3)
+    work = Workload.made(tiny_model("qwen3"), shared_tokens=200, private_tokens=20, requests=3)
     config = GenerationConfig(method="prefix", max_tokens=12)
     answers = {name: work.engines[name].generate_batch(work.prompts, config) for name in METHODS}
     tokens = {name: [answer.token_ids for answer in found] for name, found in answers.items()}
@@ -143,6 +146,31 @@ def test_all_ways_of_serving_give_the_same_answers():
     computed = {name: found[0].report.charged_recompute for name, found in answers.items()}
     assert computed["recomputed"] == 1.0 > 0.3 > computed["copied"]
     work.close()
+
+
+def test_mmlu_counts_the_first_letter_of_an_answer(tmp_path, monkeypatch):
+    asked = '"So, ""is"" it 2?",1,2,3,4,B\n' * 3
+    for part, rows in (("dev", "Is it 1?,1,2,3,4,A\n" * 5), ("test", asked)):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / f"odd_sums_{part}.csv").write_text(rows)
+    served, prompts = mmlu.serve, []
+
+    def answered(engine, asked, config):
+        found = served(engine, asked, config)
+        prompts.append(asked)
+        texts = ("I say B, not A", "A or B", "none of these")
+        given = zip(found.answers, texts, strict=True)
+        return replace(found, answers=[replace(answer, text=text) for answer, text in given])
+
+    monkeypatch.setattr(mmlu, "serve", answered)
+    rows = mmlu.bench_mmlu(tiny_model("qwen3"), tmp_path, ["odd_sums"], shots=2, limit=3)
+    assert [(row.method, row.questions, row.accuracy) for row in rows] == [
+        (name, 3, pytest.approx(1 / 3)) for name in ("relay", "copied", "recomputed")
+    ]
+    assert prompts[0][0].count("Answer: A") == 2
+    assert prompts[0][0].endswith('So, "is" it 2?\nA. 1\nB. 2\nC. 3\nD. 4\nAnswer:')
+    with pytest.raises(EvaluationError, match="give the folder of MMLU"):
+        mmlu.load_subject(tmp_path, "virology", 5, 1)
 
 
 def test_traffic_is_answered_with_and_without_drafts():
@@ -172,7 +200,7 @@ def test_drawn_questions_keep_their_number_of_chunks_and_share_a_few():
 
 def test_one_after_another_stays_so_however_many_rows_the_others_have():
     sizes = {"shared_tokens": 20, "private_tokens": 4, "requests": 3}
-    with closing(Workload(tiny_model("qwen3"), **sizes, max_rows=2)) as work:
+    with closing(Workload.made(tiny_model("qwen3"), **sizes, max_rows=2)) as work:
         rows = {name: engine.scheduler.config.max_rows for name, engine in work.engines.items()}
     assert rows == {"relay": 2, "copied": 2, "recomputed": 2, "sequential": 1}
 

@@ -67,6 +67,33 @@ def serving(
     print_rows(rows, machine(loaded), as_json=as_json)
 
 
+def mmlu(
+    folder: Annotated[Path, typer.Argument(help="MMLU's folder, of dev and test.")],
+    subjects: Annotated[str, typer.Option(help="Subjects, comma-separated.")] = "virology",
+    model: Model = DEFAULT_MODEL,
+    shots: Annotated[str, typer.Option(help="Examples before a question, 1 to 5 each.")] = "5",
+    limit: Annotated[int, typer.Option(min=1, help="Questions of each subject.")] = 16,
+    methods: Annotated[
+        str, typer.Option(help="Ways to serve, comma-separated.")
+    ] = "relay,copied,recomputed",
+    *,
+    how: Loaded,
+    as_json: Json = False,
+) -> None:
+    """MMLU's questions by examples that they share: right answers, and the time for all."""
+    from cached_rag import load_model
+    from cached_rag.backends.thread import submit
+    from cached_rag.evaluation.machine import machine
+    from docs.experiments.mmlu import bench_mmlu
+
+    loaded = submit(lambda: load_model(model, **how)).result()
+    rows: list[Any] = []
+    for count in counts(shots, "shots"):
+        asked: dict[str, Any] = {"shots": count, "limit": limit, "methods": names(methods)}
+        rows += submit(partial(bench_mmlu, loaded, folder, names(subjects), **asked)).result()
+    print_rows(rows, machine(loaded), as_json=as_json)
+
+
 def attention(
     model: Model = DEFAULT_MODEL,
     batches: Annotated[
