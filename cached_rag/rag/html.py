@@ -13,7 +13,9 @@ from lxml.html import HTMLParser, document_fromstring
 from cached_rag.rag.document import Metadata, Part
 
 _DECLARATION = re.compile(r"^<\?xml\s[^>]+?\?>")
-_HIDDEN_TAGS = ("head", "script", "style", "template", "datalist", "rp")
+# An equation's annotation is the equation once more, as TeX; what KaTeX draws is so, too.
+_HIDDEN_TAGS = ("head", "script", "style", "template", "datalist", "rp", "annotation")
+_DRAWN = "katex-html"
 _HIDDEN = re.compile(r"display\s*:\s*none\b|visibility\s*:\s*(?:hidden|collapse)\b", re.IGNORECASE)
 _HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 _AS_WRITTEN = ("pre", "listing", "xmp", "plaintext", "textarea")
@@ -29,8 +31,9 @@ _APART = {
 }
 # What links to notes say of themselves.
 _NOTES = {"doc-noteref", "noteref"}
-# What stands between the two parts of an equation's element.
-_PARTED = {"msup": "^", "mfrac": "/"}
+# What stands between the two parts of an equation's element, and before all of a root.
+_PARTED = {"msup": "^", "mfrac": "/", "mroot": "^1/"}
+ROOT = "\u221a"
 _NUMBER = re.compile(r"\s*[+-]?\d{1,9}\s*")
 _POWER = re.compile(r"\s*[-+\u2212]?\d")
 # Numbers of lists as their authors write them: what HTML, docutils, Word and PowerPoint, and
@@ -109,7 +112,8 @@ def _is_hidden(element: Any) -> bool:
     if element.tag == "tr" and not any(text.strip() for text in element.itertext()):
         return True
     is_styled_away = _HIDDEN.search(element.get("style", "")) is not None
-    return element.tag in _HIDDEN_TAGS or "hidden" in element.attrib or is_styled_away
+    is_left_out = element.tag in _HIDDEN_TAGS or element.get("class") == _DRAWN
+    return is_left_out or "hidden" in element.attrib or is_styled_away
 
 
 class _Page:
@@ -245,6 +249,8 @@ class _Page:
 
 def _parted(element: Any) -> str:
     """What parts it from what stands before it in an equation; "" if nothing does."""
+    if element.tag == "msqrt":
+        return ROOT
     around = element.getparent()
     mark = "" if around is None else _PARTED.get(around.tag, "")
     return mark if mark and around[0] is not element else ""

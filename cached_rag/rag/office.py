@@ -17,7 +17,7 @@ from lxml import etree
 
 from cached_rag.errors import DocumentError
 from cached_rag.rag.document import Part
-from cached_rag.rag.html import html_parts, numeral, numeral_kind, tree_parts
+from cached_rag.rag.html import ROOT, html_parts, numeral, numeral_kind, tree_parts
 
 # A small archive may hold a large document.
 _MOST_BYTES = 200 << 20
@@ -107,6 +107,9 @@ def _elements(root: Any) -> Iterator[tuple[Any, str]]:
         element.tail = None
         if name != "t":
             element.text = _SAID.get(name)
+        if name == "rad" and (under := element.find("{*}e")) is not None:
+            under.addprevious(sign := etree.Element("span"))
+            sign.text = ROOT
         yield element, name
 
 

@@ -13,6 +13,7 @@ from datetime import datetime, time, timedelta
 from decimal import ROUND_HALF_UP, Decimal, localcontext
 from operator import add, eq, ge, gt, le, lt, ne
 from pathlib import Path
+from posixpath import normpath
 from typing import Any
 
 from lxml import etree
@@ -221,6 +222,7 @@ def read_opendocument(path: Path) -> Iterator[Part]:
     with Archive(path) as archive:
         content = archive.xml("content.xml")
         styles = [content, archive.xml("styles.xml")]
+        equations = list(_equations(content, archive))
         yield archive.titled("meta.xml", ".//{*}title")
     hidden = set(_hidden_styles(styles))
     body = content.find("{*}body")
@@ -231,7 +233,19 @@ def read_opendocument(path: Path) -> Iterator[Part]:
             yield from sheet_parts(says(table, "name"), list(_rows(table)))
     if body.find("{*}spreadsheet") is None:
         _write(body, hidden, set(_raised_styles(styles)), _ListStyles(styles))
+        for place, equation in equations:
+            place.append(equation)
         yield from tree_parts(body)
+
+
+def _equations(content: Any, archive: Archive) -> Iterator[tuple[Any, Any]]:
+    """Where equations stand, and each of them, which is a member of its own, as in HTML."""
+    for place in content.iter("{*}object"):
+        found = archive.xml(normpath(f"{says(place, 'href')}/content.xml"))
+        if etree.QName(found).localname == "math":  # and not a chart
+            for element in found.iter("{*}*"):
+                element.tag = etree.QName(element).localname
+            yield place, found
 
 
 def _hidden_styles(styles: list[Any]) -> Iterator[str]:

@@ -26,6 +26,8 @@ from cached_rag.rag.tables import formatted
 
 TABLE = "<table><tr><th>a<th>b<th>c</tr><tr><td>1<td><td>3</tr></table>"
 LISTS = "<p>1. x<ol start=5><li>five<ol type=a><li>in<li>er</ol><li value=9>nine</ol>"
+MATH = "<math><semantics><mrow><mi>x</mi><mo>=</mo><msqrt><mn>2</mn></msqrt></mrow>\
+<annotation>x = sqrt 2</annotation></semantics></math>"
 MARKUP = {
     # Lists
     "go-on.md": ("1. Close.\n\nThen:\n\n2. Turn.", "1. Close.\n\nThen:\n\n2. Turn."),
@@ -60,6 +62,12 @@ MARKUP = {
     "equation.html": (
         "<math><mfrac><mn>1</mn><msup><mn>10</mn><mn>6</mn></msup></mfrac></math>",
         "1/10^6",
+    ),
+    "root.html": ("<math><mroot><mn>2</mn><mn>3</mn></mroot></math>", "2^1/3"),
+    "katex.html": (
+        f"<span class=katex><span class=katex-mathml>{MATH}</span>"
+        "<span class=katex-html aria-hidden=true>x=2</span></span>",
+        "x=\u221a2",
     ),
     "note.html": (
         "10<a role=doc-noteref><sup>1</sup></a> or 20<sup><a epub:type=noteref>2</a></sup>",
@@ -171,6 +179,11 @@ WORD = {
             "m:", "w:"
         ),
         "10/2^6",
+    ),
+    "root": (
+        "<w:p><w:rad><w:deg><w:r><w:t>3</w:t></w:r></w:deg><w:e><w:r><w:t>2</w:t></w:r></w:e>"
+        "</w:rad><w:rad><w:deg/><w:e><w:r><w:t>5</w:t></w:r></w:e></w:rad></w:p>",
+        "3\u221a2\u221a5",
     ),
     "inner": (word_table([word_table([paragraph("3"), paragraph("5")])]), "3 | 5"),
     "note": (
@@ -332,6 +345,17 @@ def write_styled(path, kind, body):
     changed(path, "content.xml", lambda text: text.replace(before, STYLED + before))
 
 
+def write_equation(path):
+    """One that is an object of its own, beside a chart."""
+    links = ("./Object 1", "Object 2", "../gone")
+    frames = "".join(f"<d:object xmlns:x='x' x:href='{link}'/>" for link in links)
+    said = f"<text:p xmlns:d='draw'>With {frames} it holds.</text:p>"
+    open_document("text", f"<office:text>{said}</office:text>")(path)
+    space = "<math xmlns='http://www.w3.org/1998/Math/MathML'>"
+    changed(path, "Object 1/content.xml", lambda _: MATH.replace("<math>", space))
+    changed(path, "Object 2/content.xml", lambda _: "<chart>X</chart>")
+
+
 def write_notebook(path):
     cells = [
         {"cell_type": "markdown", "source": ["5. Close\n", "6. Turn\n"]},
@@ -357,6 +381,7 @@ ARCHIVES = {
         lambda path: write_styled(path, "text", ODT),
         "Head\n\n1. Close\n\nmid\n\n2. Turn\n\n1 | | 3\n\na b\nc\n\nd [1]\n\nNote.\n\ne\n\n10^6",
     ),
+    "equation.odt": (write_equation, "With x=\u221a2 it holds."),
     "a.odp": (lambda path: write_styled(path, "presentation", SLIDES), "a"),
     "a.ods": (open_document("spreadsheet", ODS), "M\n\na\n\nRow 1:\n  b: 12.5% x y z"),
     "a.ipynb": (write_notebook, "5. Close\n6. Turn\n\nf(\n  1)\n\nx\ny\n\n2\n\n2.0"),
