@@ -96,11 +96,13 @@ class DocumentIndex:
 
         Raises:
             IndexMismatchError: one of those asked for has another value in the index, and is none
-                of those that each `open` may choose anew.
+                of those that each `open` may choose anew, nor a path where nothing is any more.
         """
         kept = self.settings()
         for name, value in asked.items():
-            if name not in CHANGEABLE and kept.get(name, value) != value:
+            before = kept.get(name, value)
+            is_gone = Path(before).is_absolute() and not Path(before).exists()
+            if name not in CHANGEABLE and before != value and not is_gone:
                 raise IndexMismatchError(
                     f"the index at {self._folder} was made with {name} {kept[name]!r}, not "
                     f"{value!r}; open it again without that setting, or ingest into another folder"

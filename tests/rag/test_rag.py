@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import threading
 import time
 from pathlib import PurePath
@@ -123,6 +124,24 @@ def test_models_named_by_a_relative_path_are_found_from_any_folder(
         CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding()) as rag,
     ):
         assert rag.ask("copper?", max_tokens=1).text
+
+
+def test_an_index_whose_model_was_moved_is_opened_with_its_new_path(tmp_path, model_folder):
+    old, new, other = (tmp_path / name for name in ("old", "new", "other"))
+    for folder in (old, other):
+        shutil.copytree(model_folder, folder)
+    with CachedRAG.open(tmp_path / "index", old, embedding=WordEmbedding()) as rag:
+        rag.add_texts({"a": CHUNKS[0]}, progress=False)
+    with pytest.raises(IndexMismatchError, match="was made with model"):
+        CachedRAG.open(tmp_path / "index", other)
+    old.rename(new)
+    with CachedRAG.open(tmp_path / "index", new, embedding=WordEmbedding()) as rag:
+        assert rag.ask("copper?", max_tokens=1).report.cached_tokens > 0
+    with (
+        CachedRAG.open(tmp_path / "index", embedding=WordEmbedding()) as rag,
+        pytest.raises(ModelNotFoundError, match=f"no model folder at {old}"),
+    ):
+        rag.ask("copper?")
 
 
 def test_an_adapter_named_by_a_relative_path_is_found_from_any_folder(tmp_path, monkeypatch):
