@@ -197,9 +197,11 @@ def serve(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> S
         stream.start()
     answers: list[Generation] = []
     for stream in streams:
-        for _ in stream:
+        pieces = []
+        for piece in stream:
+            pieces.append(piece)
             held = max(held, engine.scheduler.nbytes)
-        answers.append(stream.result())
+        answers.append(stream.generation("".join(pieces)))
     return Served(answers, time.perf_counter() - began, held)
 
 

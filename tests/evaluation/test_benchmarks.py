@@ -157,6 +157,7 @@ def test_mmlu_counts_the_first_letter_of_an_answer(tmp_path, monkeypatch):
 
     def answered(engine, asked, config):
         found = served(engine, asked, config)
+        assert all(answer.text for answer in found.answers)
         prompts.append(asked)
         texts = ("I say B, not A", "A or B", "none of these")
         given = zip(found.answers, texts, strict=True)
