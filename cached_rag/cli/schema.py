@@ -147,6 +147,6 @@ def run(
     with cached_rag.Engine.load(model, store=placing.kept(sequence_bytes=0), **how) as engine:
         filled.schema.encode(engine)
         stream = engine.stream(filled, **asked)
-        said = print_pieces(stream, are_shown=not as_json)
+        print_pieces(stream, are_shown=not as_json)
         full = engine.generate(filled, **plainly(asked)) if compare else None
-    print_answer(stream.generation(said), full, as_json=as_json)
+    print_answer(stream.generation(), full, as_json=as_json)

@@ -90,14 +90,11 @@ def plain(row: Any) -> dict[str, Any]:
     }
 
 
-def print_pieces(pieces: Iterable[str], *, are_shown: bool = True) -> str:
-    """Print an answer as it comes, if it is to be shown; returns the whole of it."""
-    taken = []
+def print_pieces(pieces: Iterable[str], *, are_shown: bool = True) -> None:
+    """Take an answer's pieces, and print each as it comes, if it is to be shown."""
     for piece in pieces:
-        taken.append(piece)
         if are_shown:
             out.print(piece, end="")
-    return "".join(taken)
 
 
 def print_hits(hits: Iterable[Any]) -> None:

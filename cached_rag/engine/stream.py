@@ -57,6 +57,7 @@ class Stream(Iterator[str]):
         self._taking = threading.Lock()
         self._is_started = self._is_over = False
         self._is_async = False
+        self._taken: list[str] = []
 
     @property
     def report(self) -> Report:
@@ -123,6 +124,7 @@ class Stream(Iterator[str]):
             self.start()
             item = self._next_item()
             if isinstance(item, str):
+                self._taken.append(item)
                 return item
             self._is_over = True
             raise StopIteration if item is None else item
@@ -137,21 +139,18 @@ class Stream(Iterator[str]):
             self._scheduler.turn()
 
     def result(self) -> Generation:
-        """The whole answer, if no piece was taken yet. Waits for it.
+        """The whole answer, whatever of it was taken already. Waits for its end.
 
         Raises:
             As `Engine.generate`.
         """
-        text = "".join(self)
-        return self.generation(text)
+        for _ in self:
+            pass
+        return self.generation()
 
-    def generation(self, text: str) -> Generation:
-        """The answer, once it is over.
-
-        Args:
-            text: all of its pieces.
-        """
-        ids, logprobs = tuple(self.token_ids), tuple(self.logprobs)
+    def generation(self) -> Generation:
+        """The answer as far as it was taken."""
+        text, ids, logprobs = "".join(self._taken), tuple(self.token_ids), tuple(self.logprobs)
         return Generation(text, ids, self.finish_reason, self.report, logprobs, self.trace_source)
 
     async def atext(self) -> str:
@@ -180,6 +179,7 @@ class Stream(Iterator[str]):
         self.start()
         try:
             while isinstance(item := await items.get(), str):
+                self._taken.append(item)
                 yield item
             if item is not None:
                 raise item
@@ -212,6 +212,7 @@ class ToldStream(Stream):
 
     def __init__(self, text: str, report: Report) -> None:
         self._pieces, self._report, self._is_started = iter([text]), report, True
+        self._taken = [text]
 
     report = property(lambda self: self._report)
     trace_source = property(lambda _: None)

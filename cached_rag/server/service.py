@@ -144,9 +144,8 @@ class Service:
     async def answer(self, asked: Asked) -> Json:
         """The whole response. Errors as `Engine.generate`."""
         try:
-            texts = await asyncio.gather(*(stream.atext() for stream in asked.streams))
-            pairs = zip(asked.streams, texts, strict=True)
-            answers = [stream.generation(text) for stream, text in pairs]
+            await asyncio.gather(*(stream.atext() for stream in asked.streams))
+            answers = [stream.generation() for stream in asked.streams]
             return asked.envelope.response(answers, asked.tools)
         finally:
             self.finish(asked)

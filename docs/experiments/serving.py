@@ -197,11 +197,9 @@ def serve(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> S
         stream.start()
     answers: list[Generation] = []
     for stream in streams:
-        pieces = []
-        for piece in stream:
-            pieces.append(piece)
+        for _ in stream:
             held = max(held, engine.scheduler.nbytes)
-        answers.append(stream.generation("".join(pieces)))
+        answers.append(stream.generation())
     return Served(answers, time.perf_counter() - began, held)
 
 

@@ -81,12 +81,11 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
     ) -> LLMResult:
         streams = [await asyncio.to_thread(self._start, p, stop, kwargs) for p in prompts]
         try:
-            texts = await asyncio.gather(*(stream.atext() for stream in streams))
+            await asyncio.gather(*(stream.atext() for stream in streams))
         finally:  # one has failed, or nobody wants the others any more
             for stream in streams:
                 stream.cancel()
-        found = [stream.generation(text) for text, stream in zip(texts, streams, strict=True)]
-        return self._result(found, kwargs.get("model"))
+        return self._result([stream.generation() for stream in streams], kwargs.get("model"))
 
     def _result(self, answers: list[Answer], model: str | None) -> LLMResult:
         generations = [

@@ -124,6 +124,20 @@ def test_stream_may_change_threads_and_be_closed_anywhere():
     assert other.finish_reason == "cancelled"
 
 
+def test_a_streams_answer_is_whole_whatever_was_taken_of_it():
+    with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+        untouched, begun, taken, awaited = (
+            engine.stream("Who keeps it?", max_tokens=8) for _ in range(4)
+        )
+        first = next(begun)
+        assert begun.generation().text == first
+        assert "".join(taken) == asyncio.run(awaited.atext())
+        texts = {stream.result().text for stream in (untouched, begun, taken, awaited)}
+    (text,) = texts
+    assert text.startswith(first)
+    assert text != first
+
+
 def test_a_stream_that_was_refused_is_no_empty_answer():
     bound = BatchConfig(max_rows=1, max_waiting=1)
     with Engine(tiny_model("llama"), NEW_PROMPTS, bound) as engine:
