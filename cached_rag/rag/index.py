@@ -30,6 +30,8 @@ RECALLED = ("backend", "dtype", "weights", "revision", "adapter")
 # Settings that an index remembers, and that may be others each time: those that decide whose KV
 # serves, and how chunks are found.
 CHANGEABLE = (*RECALLED, "search")
+# Settings that may name a folder or a file, which is moved now and then.
+_MODELS = ("model", "embedding")
 # All chunks, each as a signed row.
 _ROWS = f"SELECT {SIGNED}, c.checksum {CHUNKS}"
 _SCHEMA = f"""
@@ -101,7 +103,8 @@ class DocumentIndex:
         kept = self.settings()
         for name, value in asked.items():
             before = kept.get(name, value)
-            is_gone = Path(before).is_absolute() and not Path(before).exists()
+            may_move = name in _MODELS and Path(before).is_absolute()
+            is_gone = may_move and not Path(before).exists()
             if name not in CHANGEABLE and before != value and not is_gone:
                 raise IndexMismatchError(
                     f"the index at {self._folder} was made with {name} {kept[name]!r}, not "

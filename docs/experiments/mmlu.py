@@ -73,7 +73,7 @@ def _rows(path: Path) -> list[list[str]]:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError) as error:
         raise EvaluationError(f"cannot read {path}: {error}; give the folder of MMLU") from error
-    if not rows or any(len(row) != 6 or row[5] not in _LETTERS for row in rows):
+    if not rows or any(len(row) != 6 or row[5] not in tuple(_LETTERS) for row in rows):
         raise EvaluationError(f"{path} needs a question, four answers and a letter a line")
     return rows
 

@@ -130,8 +130,11 @@ def test_an_index_whose_model_was_moved_is_opened_with_its_new_path(tmp_path, mo
     old, new, other = (tmp_path / name for name in ("old", "new", "other"))
     for folder in (old, other):
         shutil.copytree(model_folder, folder)
-    with CachedRAG.open(tmp_path / "index", old, embedding=WordEmbedding()) as rag:
+    said = {"embedding": WordEmbedding(), "system": "/no_think Be brief."}
+    with CachedRAG.open(tmp_path / "index", old, **said) as rag:
         rag.add_texts({"a": CHUNKS[0]}, progress=False)
+    with pytest.raises(IndexMismatchError, match="was made with system '/no_think"):
+        CachedRAG.open(tmp_path / "index", system="Be long.")
     with pytest.raises(IndexMismatchError, match="was made with model"):
         CachedRAG.open(tmp_path / "index", other)
     old.rename(new)
