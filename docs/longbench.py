@@ -101,7 +101,8 @@ def _rows(path: Path, task: Task) -> Iterator[tuple[str, str, list[str]]]:
     """Each row's context, input and answers."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".jsonl":
-        for row in map(json.loads, text.splitlines()):
+        # strings may hold other line ends
+        for row in map(json.loads, filter(None, text.split("\n"))):
             yield row["context"], row["input"], row["answers"]
         return
     for number, row in json.loads(text).items():

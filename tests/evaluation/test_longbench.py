@@ -15,7 +15,7 @@ _SPEC = importlib.util.spec_from_file_location("longbench", _FILE)
 longbench = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(longbench)
 
-PASSAGES = "Passage 1:\nRome\nA city.\n\nPassage 2:\nBern\n" + "It is one, too.\n" * 300
+PASSAGES = "Passage 1:\nRome\u2028is\nA city.\n\nPassage 2:\nBern\n" + "It is one, too.\n" * 300
 # Of each form of prompt: what is before the context, and between it and the input, and behind.
 FORMS = {
     "2wikimqa": ("The following are given passages.\n", "\n\nAnswer the question based on them. "
@@ -39,7 +39,7 @@ def test_a_prompt_is_taken_apart(name, tmp_path):
     whole.write_text(json.dumps({"0": {"origin_prompt": prompt, "gold": ["Bern", "Berne"]}}))
     parts = tmp_path / f"{name}.jsonl"
     row = {"context": PASSAGES, "input": "Which is it?", "answers": ["Bern", "Berne"]}
-    parts.write_text(json.dumps(row) + "\n")
+    parts.write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
     (made,), (same,) = (list(longbench.questions(path, name, 10**6)) for path in (whole, parts))
     assert made == same
     (tmp_path / "made").write_text(json.dumps(made))
