@@ -149,4 +149,4 @@ def run(
         stream = engine.stream(filled, **asked)
         print_pieces(stream, are_shown=not as_json)
         full = engine.generate(filled, **plainly(asked)) if compare else None
-    print_answer(stream.generation(), full, as_json=as_json)
+    print_answer(stream.generation, full, as_json=as_json)

@@ -146,8 +146,9 @@ class Stream(Iterator[str]):
         """
         for _ in self:
             pass
-        return self.generation()
+        return self.generation
 
+    @property
     def generation(self) -> Generation:
         """The answer as far as it was taken."""
         text, ids, logprobs = "".join(self._taken), tuple(self.token_ids), tuple(self.logprobs)

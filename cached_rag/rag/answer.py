@@ -332,8 +332,8 @@ class AnswerStream(Iterator[str], AsyncIterable[str]):
         async with aclosing(self.apieces()) as pieces:
             return "".join([piece async for piece in pieces])
 
-    def finish(self) -> Answer:
-        """Take the pieces that are left, and give the whole answer."""
+    def result(self) -> Answer:
+        """The whole answer, whatever of it was taken already. Waits for its end."""
         for _ in self:
             pass
         return self.answer

@@ -304,7 +304,7 @@ class Chat:
             ConfigError: an empty index or question, or a bad setting.
             ContextOverflowError: the question alone does not fit the model's context.
         """
-        return self.stream(question, **options).finish()
+        return self.stream(question, **options).result()
 
     def stream(self, question: str, **options: Any) -> AnswerStream:
         """As `ask`, piece by piece. If the answer before it is not whole yet, it ends here."""

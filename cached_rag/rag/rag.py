@@ -353,7 +353,7 @@ class CachedRAG:
             ConfigError: an empty index, an empty question, or a bad setting or history.
             ContextOverflowError: question and history alone do not fit the model's context.
         """
-        return self.stream(question, history=history, config=config, **options).finish()
+        return self.stream(question, history=history, config=config, **options).result()
 
     def ask_many(self, questions: Sequence[str], **options: Any) -> list[Answer]:
         """Answer several questions together, in one batch; each answer is the one of `ask`.
@@ -372,7 +372,7 @@ class CachedRAG:
             streams.extend(self.stream(question, **options) for question in questions)
             for stream in streams:
                 stream.stream.start()
-            return [stream.finish() for stream in streams]
+            return [stream.result() for stream in streams]
         finally:
             for stream in streams:
                 stream.stream.cancel()

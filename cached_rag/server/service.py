@@ -145,7 +145,7 @@ class Service:
         """The whole response. Errors as `Engine.generate`."""
         try:
             await asyncio.gather(*(stream.atext() for stream in asked.streams))
-            answers = [stream.generation() for stream in asked.streams]
+            answers = [stream.generation for stream in asked.streams]
             return asked.envelope.response(answers, asked.tools)
         finally:
             self.finish(asked)

@@ -199,7 +199,7 @@ def serve(engine: Engine, prompts: Sequence[str], config: GenerationConfig) -> S
     for stream in streams:
         for _ in stream:
             held = max(held, engine.scheduler.nbytes)
-        answers.append(stream.generation())
+        answers.append(stream.generation)
     return Served(answers, time.perf_counter() - began, held)
 
 

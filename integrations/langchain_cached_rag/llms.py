@@ -85,7 +85,7 @@ class CachedRAGLLM(EngineSettings, BaseLLM):  # type: ignore[misc]  # names of a
         finally:  # one has failed, or nobody wants the others any more
             for stream in streams:
                 stream.cancel()
-        return self._result([stream.generation() for stream in streams], kwargs.get("model"))
+        return self._result([stream.generation for stream in streams], kwargs.get("model"))
 
     def _result(self, answers: list[Answer], model: str | None) -> LLMResult:
         generations = [

@@ -130,7 +130,7 @@ def test_a_streams_answer_is_whole_whatever_was_taken_of_it():
             engine.stream("Who keeps it?", max_tokens=8) for _ in range(4)
         )
         first = next(begun)
-        assert begun.generation().text == first
+        assert begun.generation.text == first
         assert "".join(taken) == asyncio.run(awaited.atext())
         texts = {stream.result().text for stream in (untouched, begun, taken, awaited)}
     (text,) = texts
