@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,15 +16,13 @@ from cached_rag.errors import ConfigError, StoreError, StoreFullError
 from cached_rag.kv import holdings
 from cached_rag.kv.catalog import CATALOG, Catalog
 from cached_rag.kv.database import Database, Problem
-from cached_rag.kv.files import is_file, is_folder, status_of
+from cached_rag.kv.files import is_file, status_of
 from cached_rag.kv.holdings import Holding
 from cached_rag.rag.index import DocumentIndex
 
 if TYPE_CHECKING:
     from cached_rag.kv.disk import DiskStore
     from cached_rag.kv.kept import KeptPrompts
-
-_T = TypeVar("_T")
 
 # Bytes to free on a full disk, besides twice the databases' own, so that these can be written.
 _ROOM = 1 << 20
@@ -36,7 +34,7 @@ store_app = typer.Typer(help="Look after the KV store of an index.", no_args_is_
 @store_app.command()
 def stats(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
     """How much KV an index holds."""
-    prompts = _of_kept(index, lambda kept: kept.nbytes, 0)
+    prompts = sum(kept.nbytes for kept in _kept_prompts(index))
     with documents_of(index) as documents:
         _, chunks = documents.count()
     with _disk_store(index) as store:
@@ -66,7 +64,7 @@ def verify(index: Index = DEFAULT_INDEX, as_json: Json = False) -> None:
         *_problems(
             folder / "index.sqlite", lambda path: DiskStore(path.parent, secret=signing_key())
         ),
-        *_of_kept(index, lambda kept: kept.check(), list[Problem]()),
+        *(problem for kept in _kept_prompts(index) for problem in kept.check()),
     ]
     if not problems:  # what documents need is known only from undamaged databases
         problems = _needless(index)
@@ -141,7 +139,7 @@ def _prune(index: Path, max_bytes: int | None) -> tuple[int, int]:
 
         def prune_kept() -> tuple[int, int]:
             left = None if max_bytes is None else max(0, max_bytes - store.nbytes)
-            return _of_kept(index, lambda kept: kept.prune(left), (0, 0))
+            return next((kept.prune(left) for kept in _kept_prompts(index)), (0, 0))
 
         def compact() -> tuple[int, int]:
             for path in databases:
@@ -175,15 +173,8 @@ def _unlink_some(folder: Path) -> tuple[int, int]:
     return len(sizes), sum(sizes)
 
 
-def _of_kept(index: Path, ask: Callable[[KeptPrompts], _T], otherwise: _T) -> _T:
-    """Something of what finished prompts left; `otherwise` if there is nothing."""
-    from cached_rag.kv.kept import KeptPrompts  # with PyTorch, which help needs not
-
-    folder = index / "kv" / holdings.FOLDER
-    if not is_folder(folder):
-        return otherwise
-    with closing(KeptPrompts(folder, secret=signing_key())) as kept:
-        return ask(kept)
+def _kept_prompts(index: Path) -> Iterator[KeptPrompts]:
+    return holdings.kept_prompts(index / "kv", signing_key())
 
 
 def _make_room(

@@ -174,7 +174,7 @@ class Removals:
     def _forget_kept(self, doomed: Iterable[_Doomed]) -> None:
         """Delete what finished prompts left of these texts."""
         path = self._database.path
-        for kept in _kept(path.parent) if path != IN_MEMORY else ():
+        for kept in kept_prompts(path.parent) if path != IN_MEMORY else ():
             for one in doomed:
                 kept.forget(self._namespace, one.text_digest, inner_ids(one.token_ids))
 
@@ -389,18 +389,18 @@ def drop(folder: Path, holding: Holding) -> None:
         for key in holding.keys:
             disk.delete(key)
     model = holding.maker.model
-    for kept in _kept(folder):
+    for kept in kept_prompts(folder):
         kept.remove([prompt for prompt in kept.all() if prompt.model == model])
     with closing(Catalog(folder / CATALOG, model)) as catalog:
         catalog.clear()
 
 
-def _kept(folder: Path) -> Iterator[KeptPrompts]:
-    """What finished prompts left, if there is any."""
+def kept_prompts(folder: Path, secret: str | None = None) -> Iterator[KeptPrompts]:
+    """What finished prompts left, if there is any; `secret` as `DiskStore` has it."""
     if is_folder(folder / FOLDER):
         from cached_rag.kv.kept import KeptPrompts  # with PyTorch
 
-        with closing(KeptPrompts(folder / FOLDER)) as kept:
+        with closing(KeptPrompts(folder / FOLDER, secret=secret)) as kept:
             yield kept
 
 
