@@ -196,9 +196,10 @@ class Search:
         self._lock = threading.Lock()
 
     def forget(self) -> None:
-        """Read the file anew for the next search: this process has changed it.
+        """Read the file anew for the next search: this process has changed what is searched.
 
-        Called within the change's transaction, so one at a time.
+        `Database.own_changes` would not do: it also counts documents marked as encoded, and reading
+        all vectors takes long. Called within the change's transaction, so one at a time.
         """
         self._changes += 1
 
