@@ -37,7 +37,7 @@ _TITLE = 60
 FIELDS = ("source", "title", "ordinal")
 # Most characters of a field's patterns, which take time quadratic in their length to be read.
 _LONGEST = 4000
-# A chunk's columns without metadata, as an earlier version had it; and those its checksum is of.
+# What a chunk's checksum is of, and where that stands.
 SIGNED = "c.id, d.title, c.ordinal, c.text, c.vector, c.metadata"
 CHUNKS = "FROM chunks c JOIN documents d USING (source)"
 # As many ids as there are in a list, in JSON.
