@@ -3,6 +3,7 @@
 Knows tqdm; knows no document.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -146,5 +147,6 @@ def counting(what: str, total: int | None, is_shown: Shown | None, delay: float 
         unit_scale=True,
         unit_divisor=1024 if unit == "B" else 1000,
         delay=delay,
-        disable=None if is_shown is None else not is_shown,
+        # A program without a terminal may have no standard error.
+        disable=sys.stderr is None or (None if is_shown is None else not is_shown),
     )

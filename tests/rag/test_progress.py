@@ -164,3 +164,11 @@ def test_a_bar_waits_for_no_other_process(monkeypatch):
     for is_shown in (True, False):
         with progress.counting("prefilling", 1, is_shown) as bar:
             bar.update(1)
+
+
+@pytest.mark.parametrize("wanted", [None, True])
+def test_without_standard_error_there_is_no_bar(monkeypatch, wanted):
+    monkeypatch.setattr("sys.stderr", None)  # as of pythonw, or behind 2>&-
+    with progress.counting("reading", 10, wanted) as bar:
+        bar.update(10)
+        assert bar.disable
