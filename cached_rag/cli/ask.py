@@ -142,10 +142,10 @@ def chat_command(
 
 
 def _asked() -> str:
-    """The next question; empty at the end of the input."""
+    """The next question; empty at the end of the input, or if there is none."""
     try:
         return input("> ")
-    except (EOFError, KeyboardInterrupt):
+    except (EOFError, KeyboardInterrupt, RuntimeError):
         return ""
 
 

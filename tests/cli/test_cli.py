@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from cached_rag import CachedRAG, ConfigError, Engine, __version__
 from cached_rag.cli import main as cli
+from cached_rag.cli.ask import _asked
 from cached_rag.cli.bench import Comparing
 from cached_rag.cli.terminal import plain, print_json, sooner
 from cached_rag.errors import DocumentError, EvaluationError, StoreError
@@ -796,6 +797,11 @@ def test_a_question_that_is_no_text_is_an_error_and_no_traceback(index, monkeypa
         cli.main()
     assert stop.value.code == 1
     assert "error: a question has half of a surrogate pair" in capsys.readouterr().err
+
+
+def test_a_chat_without_an_input_ends(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)  # as behind <&-
+    assert _asked() == ""
 
 
 def test_workers_of_a_cluster_need_a_cluster(tmp_path):
