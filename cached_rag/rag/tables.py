@@ -72,7 +72,9 @@ def table_parts(source: str, between: str | None = None) -> Iterator[Part]:
 
 
 def _split(source: str, between: str) -> list[list[str]]:
-    return [row for row in csv.reader(io.StringIO(source, newline=""), delimiter=between) if row]
+    lines = io.StringIO(source, newline="")
+    # A quoted value may stand behind a blank.
+    return [row for row in csv.reader(lines, delimiter=between, skipinitialspace=True) if row]
 
 
 def sheet_parts(name: str, rows: Sequence[Sequence[str]]) -> Iterator[Part]:
@@ -111,7 +113,8 @@ def _between(source: str) -> str:
         lines = lines[:-1] or lines
 
     def alike(mark: str) -> int:
-        widths = [len(row) for row in csv.reader(lines, delimiter=mark) if row]
+        rows = csv.reader(lines, delimiter=mark, skipinitialspace=True)
+        widths = [len(row) for row in rows if row]
         most = max(Counter(width for width in widths if width > 1).values(), default=0)
         return most if 1 in widths[:1] else 2 * most
 
