@@ -181,10 +181,10 @@ def _read_notebook(path: Path) -> list[Part]:
     parts: list[Part] = []
     for cell in json.loads(decoded(path))["cells"]:
         source = "".join(cell["source"])
-        if cell["cell_type"] == "markdown":
-            parts += _markdown_parts(source)
-            continue
         known = parts[-1][1] if parts else {}
+        if cell["cell_type"] == "markdown":  # whose heading is often a cell of its own
+            parts += [(text, found or known) for text, found in _markdown_parts(source)]
+            continue
         outputs = (one.get("text") or one.get("data", {}) for one in cell.get("outputs", ()))
         printed = (one.get("text/plain", "") if isinstance(one, dict) else one for one in outputs)
         parts += [("".join(text), known) for text in (source, *printed)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 
@@ -56,6 +57,15 @@ def test_a_chunk_of_a_pdf_knows_its_page(tmp_path):
     document = load_document(tmp_path / "a.pdf")
     assert of(document, "Copper") == {"page": 1}
     assert of(document, "Zinc") == {"page": 2}
+
+
+def test_a_heading_of_a_notebook_is_above_the_cells_behind_it(tmp_path):
+    said = ["# Copper", "turns green", "## Roofs\n\nsooner"]
+    cells = [{"cell_type": "markdown", "source": one} for one in said]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    document = load_document(tmp_path / "a.ipynb")
+    assert of(document, "turns green") == {"heading": "Copper"}
+    assert of(document, "sooner") == {"heading": "Roofs"}
 
 
 def test_headings_are_bounded_and_those_inside_tables_are_none(tmp_path):
