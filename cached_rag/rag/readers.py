@@ -231,7 +231,8 @@ def _read_by_kreuzberg(path: Path) -> str:
     with needs_extra("docs", f"reading {path.suffix} files"):
         from kreuzberg import ExtractionConfig, detect_mime_type_from_path, extract_bytes_sync
 
-    data = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # which it would take for text
+    # It takes JSON for UTF-8 without a mark, and knows the encodings of RTF.
+    data = decoded(path).encode() if path.suffix.lower() == ".json" else path.read_bytes()
     kind, config = detect_mime_type_from_path(str(path)), ExtractionConfig(use_cache=False)
     try:
         found = extract_bytes_sync(data, kind, config=config)

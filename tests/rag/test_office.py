@@ -158,7 +158,7 @@ NOTEBOOK = {
 }
 TEXTS = {
     ".csv": "metal,colour\ncopper,grün\n",
-    ".json": json.dumps({"copper": "turns grün"}),
+    ".json": json.dumps({"copper": "turns grün"}, ensure_ascii=False),
     ".ipynb": json.dumps(NOTEBOOK),
 }
 WRITERS = {
@@ -208,11 +208,12 @@ def test_tabs_breaks_and_hyphens_of_word_stand_between_words(tmp_path):
     assert load_document(tmp_path / "a.docx").text.split() == ["A", "B", "C-D", "in", "the", "air."]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])  # the latter as of PowerShell
 @pytest.mark.parametrize("name", ["a.csv", "A.CSV", "b.json", "c.ipynb"])
-def test_a_byte_order_mark_is_no_text(tmp_path, name):
+def test_a_byte_order_mark_is_no_text(tmp_path, name, encoding):
     path, plain = tmp_path / name, tmp_path / f"plain.{name}"
     plain.write_text(TEXTS[path.suffix.lower()])
-    path.write_text(TEXTS[path.suffix.lower()], encoding="utf-8-sig")
+    path.write_text(TEXTS[path.suffix.lower()], encoding=encoding)
     assert load_document(path).text == load_document(plain).text
     assert "\ufeff" not in load_document(path).text
 
