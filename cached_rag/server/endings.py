@@ -45,7 +45,14 @@ _SAYS = {
     "too_long": "has too many entries",
     "extra_forbidden": "there is no such field",
 }
-_NOWHERE = "nothing is at this path; clients ask /v1/chat/completions, and /docs lists all paths"
+# The same of the framework's.
+_MEANS = {
+    "Not Found": "nothing is at this path; clients ask /v1/chat/completions, and /docs lists all "
+    "paths",
+    "Method Not Allowed": "this path takes another method; /docs lists all paths with theirs",
+    "There was an error parsing the body": "the body cannot be read; send JSON in UTF-8, neither "
+    "compressed nor deeply nested",
+}
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 STOPPING = "the server is stopping; ask again later, or another one"
 _CUT_OFF = failure(STOPPING, "server_error", "stopping")
@@ -70,7 +77,7 @@ def described(error: BaseException) -> tuple[int, Json]:
         return 404, failure(str(error.detail), "invalid_request_error", code, "model")
     if isinstance(error, HTTPException):
         kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
-        says = _NOWHERE if error.detail == "Not Found" else str(error.detail)
+        says = _MEANS.get(str(error.detail), str(error.detail))
         return error.status_code, failure(says, kind, _CODES.get(error.status_code))
     if isinstance(error, errors.ContextOverflowError):
         return 400, failure(str(error), "invalid_request_error", "context_length_exceeded")
@@ -105,6 +112,8 @@ async def failed(_: Request, error: Exception) -> JSONResponse:
 def _told(error: Any) -> tuple[str, str | None]:
     """What one of pydantic's errors says, and the field that it is about; None for the body."""
     kind, place = error["type"], list(error["loc"])
+    if kind == "missing" and place == ["body"]:
+        kind = "model_attributes_type"
     if kind == "json_invalid":
         return f"{_SAYS[kind]} (at character {place[-1]}: {error['ctx']['error']})", None
     made_up = [place.pop()] if kind == "extra_forbidden" else []  # by the client

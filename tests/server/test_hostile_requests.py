@@ -157,6 +157,18 @@ def test_any_body(asked, body):
         assert asked(path, body).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "the body is to be a JSON object"),
+        ('{"prompt": "größe"}'.encode("cp1252"), "send JSON in UTF-8"),  # as of PowerShell 5.1
+        (gzip.compress(b"{}", mtime=0), "neither compressed nor"),
+    ],
+)
+def test_what_is_no_json_is_told_what_would_be(asked, body, said):
+    assert said in asked("completions", body).json()["error"]["message"]
+
+
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "/", "x"])
 def test_only_json_is_taken(asked, kind):
     """What a page in a browser may send anywhere without being asked is none."""
