@@ -64,6 +64,7 @@ def table_parts(source: str, between: str | None = None) -> Iterator[Part]:
     Raises:
         csv.Error: it is no table.
     """
+    source = source.replace("\0", "")  # which Python 3.10 refuses
     csv.field_size_limit(max(csv.field_size_limit(), len(source)))
     rows = _split(source, between or _between(source))
     if rows and len(rows[0]) == 1 and sum(len(row) > 1 for row in rows) < len(rows) / 2:

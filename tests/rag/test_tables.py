@@ -30,6 +30,7 @@ COMMAS = "Row 1:\n  Name, Vorname: Meier, Max\n  Ort: Bonn\n\nRow 2:"
         ("lines.csv", 'a,b\r\n1,"two\r\nlines"\r\n', "Row 1:\n  a: 1\n  b: two\nlines"),
         ("one.csv", "metal\ncopper\ntin\n", "Row 1:\n  metal: copper\n\nRow 2:\n  metal: tin"),
         ("blanks.csv", 'a, b, c\n1, "2, 3", 4\n', "Row 1:\n  a: 1\n  b: 2, 3\n  c: 4"),
+        ("nul.csv", "a,b\n1\0,2\n", "Row 1:\n  a: 1\n  b: 2"),
         ("names.csv", "metal,colour\n", "metal\ncolour"),
         ("tabs.tsv", "a\tb\n1, 2\t3\n", "Row 1:\n  a: 1, 2\n  b: 3"),
         ("large.csv", f"a,b\n1,{'x' * 200_000}\n", "Row 1:\n  a: 1\n  b: xxx"),
