@@ -57,6 +57,8 @@ _FRONT_TITLE = re.compile(
 
 # A text with more NULs than one in so many bytes may be UTF-16, in which spaces have one.
 _SPARSE = 50
+# Japanese as in mail, all bytes of which are ASCII, and so UTF-8: two a character, between marks.
+_JAPANESE = re.compile(rb"\x1b\$[@B](?:[!-~]{2})+\x1b\([BJ]")
 # A text is UTF-8 with damage in it if at least so many characters are whole for each that is not.
 # In texts of other encodings it is the other way round.
 _WHOLE = 4
@@ -264,6 +266,8 @@ def decoded(path: Path) -> str:
     data = path.read_bytes()
     if data.count(0) * _SPARSE > len(data) and (wide := _utf16(data)) is not None:
         return wide
+    if _JAPANESE.search(data):
+        return data.decode("iso2022_jp_ext", errors="replace")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
