@@ -238,6 +238,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
         _check_model(name, known)
         return known[name]
 
+    @app.head("/health", include_in_schema=False)  # as `wget --spider` asks
     @app.get("/health")
     async def health(request: Request) -> Response:
         """Whether it takes requests."""

@@ -334,6 +334,7 @@ def test_what_there_is_not(client, server):
 def test_health_and_metrics(client, server):
     client.chat.completions.create(messages=MESSAGES, **GREEDY)
     assert httpx.get(f"{server[0]}/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+    assert httpx.head(f"{server[0]}/health").status_code == 200
     text = httpx.get(f"{server[0]}/metrics").text
     found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     path = '{path="/v1/chat/completions",status="200"}'
