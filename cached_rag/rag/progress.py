@@ -63,12 +63,18 @@ class IngestSummary:
     missing: tuple[str, ...] = ()
 
     def to_line(self) -> str:
-        """All of it in one line; of skipped files their number."""
-        skipped = f", {len(self.skipped)} skipped (see `skipped`)" if self.skipped else ""
+        """All of it in one line; of files that are skipped, passed over or gone, their number."""
+        passed = sum(count for _, count in self.passed_over)
+        counts = (
+            ("skipped", len(self.skipped)),
+            ("passed over", passed),
+            ("missing", len(self.missing)),
+        )
+        left = [f", {n} {what} (see `{what.replace(' ', '_')}`)" for what, n in counts if n]
         return (
             f"{self.added} documents added, {self.unchanged} unchanged, {self.deleted} deleted"
-            f"{skipped}; {self.chunks} chunks, {self.encoded} prefilled now ({self.tokens} tokens "
-            f"in all passes) in {self.seconds:.1f} s; the index has "
+            f"{''.join(left)}; {self.chunks} chunks, {self.encoded} prefilled now ({self.tokens} "
+            f"tokens in all passes) in {self.seconds:.1f} s; the index has "
             f"{self.stored_bytes / 2**20:.0f} MiB of KV"
         )
 

@@ -165,8 +165,11 @@ def test_texts_that_never_have_kv_load_no_model(tmp_path, docs, loaded, family):
 def test_files_that_are_gone_are_named_until_they_are_deleted(again, docs, read, loaded):
     again()
     (docs / "b.txt").unlink()
+    (docs / "letter.doc").write_text("no reader")
     summary, _ = again()
     assert (summary.missing, summary.deleted, summary.unchanged) == (("docs/b.txt",), 0, 2)
+    left = "0 deleted, 1 passed over (see `passed_over`), 1 missing (see `missing`); "
+    assert left in str(summary)
     summary, _ = again(delete_missing=True)
     assert (summary.missing, summary.deleted) == ((), 1)
     assert len(loaded) == 1
