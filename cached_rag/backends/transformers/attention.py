@@ -305,10 +305,6 @@ class Rows:
                 mask = mask[:, int(self.slots[block.rows.start]) + 1 :]
             return kernels.matmul_attention(query, kv, mask, how.scale)
         groups, device = query.shape[1] // kv.keys.shape[1], query.device.type
-        if mask is None and not block.causal:  # one row: a group's heads read their keys at once
-            folded = query.reshape(len(query), -1, groups, query.shape[3])
-            output = F.scaled_dot_product_attention(folded, *kv, scale=how.scale)
-            return output.reshape(*query.shape[:3], -1)
         # On other devices than a CPU only unmasked kernels take fewer KV heads than heads; with a
         # mask, torch would use a kernel that writes all scores to memory.
         grouped = groups > 1 and (device == "cpu" or (device == "cuda" and mask is None))
