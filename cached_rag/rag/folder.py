@@ -257,8 +257,8 @@ class IndexFolder:
         """How the model is loaded; says where its KV will not be the index's."""
         for name, before in self._replaced().items():
             _log.warning(
-                "the index was made with %s %r; with %r its chunks are encoded anew",
-                *(name, before, self.settings[name]),
+                "the index was made %s; with %r its chunks are encoded anew",
+                *(f"with {name} {before!r}" if before else f"without {name}", self.settings[name]),
             )
         return self._engine_options | {name: self.settings[name] or None for name in RECALLED}
 

@@ -466,6 +466,7 @@ def test_an_index_remembers_what_runs_its_model_and_says_where_another_does(path
         assert type(rag.engine.model) is not kind
         rag.add_texts({"b": CHUNKS[2]}, progress=False)
     assert "made with backend 'llama.cpp'; with 'transformers' its chunks are" in caplog.text
+    assert "made without dtype; with 'float32' its" in caplog.text
     with opened() as rag:
         assert type(rag.engine.model) is kind
 
