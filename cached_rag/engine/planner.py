@@ -147,11 +147,11 @@ class TextPlanner:
         if not makers:
             return
         own = library.maker
-        is_alike = any(str(maker) == str(own) for maker in makers)
-        by = ", ".join(dict.fromkeys(map(str, makers)))
+        alike = {str(own): f"{own} (other weights)"}
+        by = ", ".join(dict.fromkeys(alike.get(str(maker), str(maker)) for maker in makers))
         later = ", and encoded in the background" if report.missed_tokens else ""
         report.note(
-            f"KV of texts in this prompt was made by {by}{' (other weights)' if is_alike else ''}; "
+            f"KV of texts in this prompt was made by {by}; "
             f"this engine is {own}: {len(plan.missed)} texts are computed now{later}; `cached-rag "
             "ingest`, or `encode`, encodes all ahead"
         )

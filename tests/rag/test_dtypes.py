@@ -91,7 +91,7 @@ def test_chunks_that_an_interrupted_ingestion_left_are_encoded_too(opened, docs,
 
 def test_a_deleted_document_goes_in_every_dtype(opened, docs):
     rag = None
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.float32, torch.bfloat16):
         rag = opened(dtype)
         rag.ingest(docs, progress=False)
     disk = rag.engine.library.shelf.disk
@@ -121,15 +121,18 @@ def test_what_no_dtype_wanted_can_use_is_found_and_dropped(opened, docs, tmp_pat
 
 
 def test_other_weights_of_the_same_name_are_told_apart(opened, docs, tmp_path):
-    opened(torch.float32).ingest(docs, progress=False)
+    for dtype in (torch.float32, torch.bfloat16):
+        opened(dtype).ingest(docs, progress=False)
     changed = replace(tiny_model("llama"), fingerprint="of other weights")
     folder = tmp_path / "index" / "kv"
     with Engine(changed, StoreConfig(path=str(folder))) as engine:
         rag = CachedRAG.open(tmp_path / "index", engine=engine, embedding=WordEmbedding())
-        assert "made by llama in float32 (other weights); this engine" in reported(rag).notes[0]
-        (old,) = holdings.unused(folder, "llama", ["float32"])
+        (note,) = reported(rag).notes
+        assert "llama in float32 (other weights)" in note
+        assert note.count("other weights") == 1
+        (old,) = holdings.unused(folder, "llama", ["float32", "bfloat16"])
         assert (old.maker.model, len(old.keys)) == (tiny_model("llama").fingerprint, 7)
         rag.close()
     opened(torch.float32)  # back again: now that one is the latest
-    (new,) = holdings.unused(folder, "llama", ["float32"])
+    (new,) = holdings.unused(folder, "llama", ["float32", "bfloat16"])
     assert new.maker.model == "of other weights"
