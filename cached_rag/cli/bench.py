@@ -114,7 +114,7 @@ class TimedPrompts:
         chunk_tokens: tokens of each chunk.
         question_tokens: tokens of the question.
         methods: methods to compare, comma-separated.
-        ratio: share of cached tokens to recompute.
+        ratio: share of cached tokens to recompute; auto, fast and others have their own.
         new_tokens: tokens of an answer.
         repeats: rounds that are measured, after a round to warm up.
 
