@@ -119,7 +119,7 @@ class TimedPrompts:
         repeats: rounds that are measured, after a round to warm up.
 
     Raises:
-        ConfigError: a count is less than 1.
+        ConfigError: a count is less than 1, or the ratio none from 0 to 1.
     """
 
     chunks: int = 8
@@ -133,6 +133,7 @@ class TimedPrompts:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             require(not isinstance(value, int) or value >= 1, f"{name} is at least 1, not {value}")
+        require(0 <= self.ratio <= 1, f"ratio is from 0 to 1, not {self.ratio}")
 
 
 def bench_command(

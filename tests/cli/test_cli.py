@@ -557,6 +557,11 @@ def test_bench_takes_methods_with_several_options(model_folder):
     assert [row["method"] for row in rows] == names
 
 
+def test_bench_refuses_a_bad_ratio_whether_or_not_a_method_takes_it(model_folder):
+    result = run(cli.app, ["bench", "--model", model_folder, "--methods", "auto", "--ratio", "2"])
+    assert "ratio is from 0 to 1, not 2.0" in str(result.exception)
+
+
 def test_figures_are_rounded_to_four_where_they_are_printed():
     @dataclasses.dataclass
     class Row:
