@@ -113,7 +113,9 @@ def _reconsider(prompt: Prefilling, method: Auto) -> None:
         prompt.report.modules_missed += len(prompt.plan.harvested)
     how = "all of them are computed" if share == 1.0 else f"{share:.0%} of them is recomputed"
     prompt.report.note(
-        "these chunks are full of entries that differ in a name or a number, so "
+        "these chunks have so few tokens that a model of this size computes all of them"
+        if method.takes_few(layout)
+        else "these chunks are full of entries that differ in a name or a number, so "
         f"{how}, so that the right one is read; fewer chunks take less time"
     )
 

@@ -184,10 +184,11 @@ class Auto(AnchorFlow):
     1600 tokens on. Of keys and numbers it is more from 300 on, and all from 800 on. The first four
     tokens of an answer from either choose, too. Models of fewer than 10^9 weights compute all of
     alike entries, of keys and of numbers; of up to 1000 tokens already where 15 % of them are in
-    alike entries. Otherwise these shares are left out where the prompt's live tokens, a long
-    question or chunks without KV, are a quarter of it and more than 128. Where a model's attention
-    cannot be watched it is `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix`
-    or `full`; `report.notes` says so. The figures that chose it are in docs/quality.md.
+    alike entries, and of up to 300 whatever they say. Otherwise these shares are left out where
+    the prompt's live tokens, a long question or chunks without KV, are a quarter of it and more
+    than 128. Where a model's attention cannot be watched it is `epic:anchor_tokens=8+lexical`, and
+    where keys cannot be moved `prefix` or `full`; `report.notes` says so. The figures that chose it
+    are in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
@@ -204,6 +205,8 @@ class Auto(AnchorFlow):
     # A model of fewer weights reads a neighbour's number more often than a larger one does, and
     # saves less time: of alike entries it computes all (docs/experiments.md).
     least_weights: ClassVar[float] = 1e9
+    # Of so few tokens such a model computes all, which takes little longer than to choose.
+    few_tokens: ClassVar[int] = 300
     # Chunks that were encoded behind others of their document need less repair, unless their
     # entries are alike.
     settled_share: ClassVar[float] = 8 / 15
@@ -217,7 +220,7 @@ class Auto(AnchorFlow):
         It is all where choosing would cost nearly as much.
         """
         reused, live = int(layout.reused.sum()), _live(layout)
-        if self._misleads(layout):
+        if self.takes_few(layout) or self._misleads(layout):
             return 1.0
         if reused <= self.enough_for / 2 or not layout.is_alike:
             return self.recompute_ratio
@@ -226,6 +229,11 @@ class Auto(AnchorFlow):
             return self.recompute_ratio
         more = self.recompute_ratio * reused / enough
         return more if more * reused + live < _NEARLY * reused else 1.0
+
+    def takes_few(self, layout: Layout) -> bool:
+        """Whether the model is so small, and reuses so little, that all of it is computed."""
+        reused = int(layout.reused.sum())
+        return layout.num_weights < self.least_weights and 0 < reused <= self.few_tokens
 
     def _misleads(self, layout: Layout) -> bool:
         """Whether the model is so small that it would read some answers from the wrong entry."""

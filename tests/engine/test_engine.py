@@ -385,7 +385,7 @@ def test_an_engine_of_a_name_says_how_a_model_is_loaded(wrong):
     "rule",
     [
         {"enough_for": 150},  # as 600 tokens in a model of longer prompts
-        {"least_weights": 1e9},  # a small model
+        {"least_weights": 1e9, "few_tokens": 0},  # a small model
     ],
 )
 def test_many_alike_entries_are_answered_as_full_prefill_answers_and_prose_is_repaired(
@@ -414,10 +414,27 @@ def test_many_alike_entries_are_answered_as_full_prefill_answers_and_prose_is_re
                 one.release()
 
 
+def test_few_tokens_are_answered_as_full_prefill_answers_by_a_small_model(monkeypatch):
+    few = shuffled(0)[:180]
+    for weights, takes_all in ((1e9, True), (0, False)):
+        monkeypatch.setattr(Auto, "least_weights", weights)
+        with Engine(tiny_model("llama"), NEW_PROMPTS) as engine:
+            engine.encode([few], context=None)
+            prompt = f"Here it is.\n\n{few}\n\nWhat?"
+            full, auto = (
+                engine.prefill(prompt, method=one, max_tokens=1) for one in ("full", "auto")
+            )
+            assert torch.allclose(auto.logits, full.logits, atol=1e-4) == takes_all
+            assert ["so few tokens" in one for one in auto.report.notes] == [True] * takes_all
+            for one in (full, auto):
+                one.release()
+
+
 def test_alike_entries_that_were_computed_whole_are_shared_and_a_repaired_beginning_stays(
     monkeypatch,
 ):
     monkeypatch.setattr(Auto, "least_weights", 1e9)
+    monkeypatch.setattr(Auto, "few_tokens", 0)
     prose = [shuffled(n)[:180] for n in range(4)]
     parts = [f"Part {n * 37} costs {n * 91 % 101} EUR." for n in range(28)]
     listed = ["\n".join(parts[at : at + 7]) for at in range(0, 28, 7)]

@@ -45,6 +45,7 @@ def test_what_one_prompt_missed_the_next_one_has(harvests):
 
 def test_what_is_computed_anew_is_no_harvest_and_the_turn_is_kept(monkeypatch):
     monkeypatch.setattr(Auto, "least_weights", 1e9)
+    monkeypatch.setattr(Auto, "few_tokens", 0)
     parts = [f"Part {n * 37} costs {n * 91 % 101} EUR." for n in range(28)]
     listed = ["\n".join(parts[at : at + 7]) for at in range(0, 28, 7)]
     with opened() as engine:

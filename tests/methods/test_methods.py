@@ -316,6 +316,14 @@ def test_small_models_compute_all_of_alike_entries(made, monkeypatch):
     assert Fast().share(small) == 0.03
 
 
+def test_small_models_compute_all_of_few_tokens(monkeypatch):
+    monkeypatch.setattr(Auto, "least_weights", 1e9)
+    few, more = (dataclasses.replace(prose(n), num_weights=494e6) for n in (12, 13))
+    assert Auto().share(few) == 1.0 > Auto().share(more) == 0.3
+    assert Auto().share(prose(12)) == 0.3
+    assert Fast().share(few) == 0.03
+
+
 def test_small_models_compute_all_of_short_prompts_of_which_less_is_alike(monkeypatch):
     monkeypatch.setattr(Auto, "least_weights", 1e9)
 
