@@ -194,6 +194,8 @@ def hold_command(
     ] = None,
 ) -> None:
     """Say how long the KV of documents is kept that there is now."""
+    said = pinned is not None or ttl_seconds is not None
+    require(said, "say how long: --pinned, --no-pinned or --ttl-seconds SECONDS")
     with options.opened(index) as rag:
         found = dict.fromkeys(rag.index.roots.find(source) for source in sources)
         for source in found:

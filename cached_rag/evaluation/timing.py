@@ -17,7 +17,7 @@ import torch
 
 from cached_rag.config import MOST_PRIMERS, GenerationConfig, StoreConfig
 from cached_rag.engine.engine import Engine
-from cached_rag.errors import ConfigError
+from cached_rag.errors import ConfigError, ContextOverflowError
 from cached_rag.library.encode import BATCH_TOKENS, Context, encode_chunks, primer
 from cached_rag.library.matching import EncodedAfter
 from cached_rag.methods import SELECTORS, is_compared_at
@@ -129,7 +129,14 @@ def make_prompt(
 
     Raises:
         ConfigError: a count below 1.
+        ContextOverflowError: they do not fit the model's context.
     """
+    least, room = texts * text_tokens + question_tokens, engine.model.context_length
+    if least >= room:
+        raise ContextOverflowError(
+            f"{texts} chunks of {text_tokens} tokens and a question of {question_tokens} do not "
+            f"fit the model's context of {room} tokens; take fewer or shorter ones"
+        )
     *given, question = make_texts(engine, *[text_tokens] * texts, question_tokens)
     engine.encode([given], prefix=PREFIX, context=contexts)
     return PREFIX + "\n".join([*given, question]), given

@@ -147,6 +147,9 @@ def test_weights_that_fp16_has_no_room_for_stay_in_fp32():
     assert fits_half(weights)
     assert fits_half(weights * 1e-3)
     assert not fits_half(weights * 1e-6)  # fp16 has few digits there
+    assert fits_half((weights * 1e-6).half().float())  # which these need no more of
+    assert fits_half(torch.zeros(2, 32))
+    assert not fits_half(torch.full((2, 32), float("nan")))
     weights[3, 5] = 1e5
     assert not fits_half(weights)
 

@@ -25,7 +25,7 @@ from cached_rag.cli import main as cli
 from cached_rag.cli.ask import _asked
 from cached_rag.cli.bench import Comparing
 from cached_rag.cli.terminal import plain, print_json, sooner
-from cached_rag.errors import DocumentError, EvaluationError, StoreError
+from cached_rag.errors import ContextOverflowError, DocumentError, EvaluationError, StoreError
 from cached_rag.evaluation.machine import machine
 from cached_rag.rag.chunks import Embedder
 from cached_rag.rag.folder import SYSTEM
@@ -185,9 +185,10 @@ def test_commands_that_open_a_store_sign_it(tmp_path, monkeypatch):
     (tmp_path / "a.xml").write_text('<schema name="a"><module name="m">Copper.</module></schema>')
     (tmp_path / "documents.sqlite").touch()
     schema, here = str(tmp_path / "a.xml"), ["--index", str(tmp_path)]
-    asking = [[name, "q", *here] for name in ("ask", "explain", "search", "hold", "delete")]
+    asking = [[name, "q", *here] for name in ("ask", "explain", "search", "delete")]
     for command in (
         *asking,
+        ["hold", "q", "--pinned", *here],
         ["demo", *here],
         ["chat", *here],
         ["serve", *here, "--port", "0"],
@@ -560,6 +561,17 @@ def test_bench_takes_methods_with_several_options(model_folder):
 def test_bench_refuses_a_bad_ratio_whether_or_not_a_method_takes_it(model_folder):
     result = run(cli.app, ["bench", "--model", model_folder, "--methods", "auto", "--ratio", "2"])
     assert "ratio is from 0 to 1, not 2.0" in str(result.exception)
+
+
+def test_bench_refuses_prompts_that_no_context_holds_before_it_encodes(model_folder):
+    result = run(cli.app, ["bench", "--model", model_folder, "--chunks", "900000"])
+    assert isinstance(result.exception, ContextOverflowError)
+    assert "900000 chunks of 512 tokens" in str(result.exception)
+
+
+def test_hold_asks_how_long(index):
+    result = run(cli.app, ["hold", "q", "--index", str(index)])
+    assert "--no-pinned or --ttl-seconds" in str(result.exception)
 
 
 def test_figures_are_rounded_to_four_where_they_are_printed():

@@ -164,7 +164,8 @@ from llama_index.vector_stores.cached_rag import CachedVectorStore
 
 model, kv, ledger, saved = sys.argv[1:]
 Settings.embed_model = MockEmbedding(4)
-Settings.llm = CachedRAGLLM(model=model, store=kv, dtype="float32", device="cpu", max_tokens=4)
+how = {"dtype": "float32", "device": "cpu", "max_tokens": 4, "method": "fast"}
+Settings.llm = CachedRAGLLM(model=model, store=kv, **how)
 store = CachedVectorStore(SimpleVectorStore.from_persist_dir(saved), Settings.llm, ledger=ledger)
 context = StorageContext.from_defaults(vector_store=store, persist_dir=saved)
 get_dispatcher().add_event_handler(reports := CacheReportHandler())
