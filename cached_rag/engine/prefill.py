@@ -86,14 +86,15 @@ def prepare(prompt: Prefilling) -> None:
             report.note(objection)
     prompt.plan, prompt.method, prompt.repair = plan, method, repair_mark(method)
     prompt.begin_with(NOTHING)
-    if isinstance(method, Auto) and not plan.is_exact:
-        _reconsider(prompt, method)
+    asked = config.selector()
+    if isinstance(asked, Auto) and not plan.is_exact:
+        _reconsider(prompt, asked)
     if harvested := prompt.plan.harvested_from(0):
         report.note(
             f"{harvested} of {len(plan.matches)} texts were taken from earlier prompts that "
             "contained them (harvest), as they are not encoded yet"
         )
-    if method != config.selector():
+    if method != asked:
         report.method = spelled(method)
 
 
@@ -113,7 +114,7 @@ def _reconsider(prompt: Prefilling, method: Auto) -> None:
         prompt.report.modules_missed += len(prompt.plan.harvested)
     how = "all of them are computed" if share == 1.0 else f"{share:.0%} of them is recomputed"
     prompt.report.note(
-        "these chunks have so few tokens that a model of this size computes all of them"
+        "these chunks have so few tokens that this model computes all of them"
         if method.takes_few(layout)
         else "these chunks are full of entries that differ in a name or a number, so "
         f"{how}, so that the right one is read; fewer chunks take less time"
@@ -123,7 +124,9 @@ def _reconsider(prompt: Prefilling, method: Auto) -> None:
 def _layout(prompt: Prefilling, plan: Plan) -> Layout:
     model, ids = prompt.resources.model, torch.tensor(prompt.tokens.ids)
     shapes = model.shapes
-    return plan.layout(shapes.num_layers, ids, shapes.first_attending, model.num_weights)
+    # A choice by words is led astray as often as a small model's by attention.
+    weights = model.num_weights if model.can_watch else 0
+    return plan.layout(shapes.num_layers, ids, shapes.first_attending, weights)
 
 
 def compute(

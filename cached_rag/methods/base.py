@@ -35,7 +35,8 @@ class Layout:
         ids: (seq_len,) int64; the prompt's tokens.
         first_attending: the first layer in which a token sees distant ones, so that only behind it
             approximate KV differs.
-        num_weights: of the model; infinite where that does not matter.
+        num_weights: of the model; 0 if its attention cannot be watched, infinite where that does
+            not matter.
     """
 
     fresh: torch.Tensor

@@ -182,13 +182,13 @@ class Auto(AnchorFlow):
     Of chunks that were encoded behind others of their document it is 16 %. Where chunks are full of
     alike entries it is 30 % of either, and more where these are more than 600 tokens: all, from
     1600 tokens on. Of keys and numbers it is more from 300 on, and all from 800 on. The first four
-    tokens of an answer from either choose, too. Models of fewer than 10^9 weights compute all of
-    alike entries, of keys and of numbers; of up to 1000 tokens already where 15 % of them are in
-    alike entries, and of up to 300 whatever they say. Otherwise these shares are left out where
-    the prompt's live tokens, a long question or chunks without KV, are a quarter of it and more
-    than 128. Where a model's attention cannot be watched it is `epic:anchor_tokens=8+lexical`, and
-    where keys cannot be moved `prefix` or `full`; `report.notes` says so. The figures that chose it
-    are in docs/quality.md.
+    tokens of an answer from either choose, too. Models of fewer than 10^9 weights, and those whose
+    attention cannot be watched, compute all of alike entries, of keys and of numbers; of up to 1000
+    tokens already where 15 % of them are in alike entries, and of up to 300 whatever they say.
+    Otherwise these shares are left out where the prompt's live tokens, a long question or chunks
+    without KV, are a quarter of it and more than 128. Where a model's attention cannot be watched
+    it is `epic:anchor_tokens=8+lexical`, and where keys cannot be moved `prefix` or `full`;
+    `report.notes` says so. The figures that chose it are in docs/quality.md.
 
     Paper: see `AnchorFlow`: https://arxiv.org/abs/2410.15332, https://arxiv.org/abs/2603.05353.
 
@@ -236,7 +236,7 @@ class Auto(AnchorFlow):
         return layout.num_weights < self.least_weights and 0 < reused <= self.few_tokens
 
     def _misleads(self, layout: Layout) -> bool:
-        """Whether the model is so small that it would read some answers from the wrong entry."""
+        """Whether it would read some answers from the wrong entry: as small ones, or unwatched."""
         is_partly = int(layout.reused.sum()) <= _SHORT and layout.repeating > _PARTLY
         return layout.num_weights < self.least_weights and (is_partly or layout.is_alike)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -412,6 +413,24 @@ def test_many_alike_entries_are_answered_as_full_prefill_answers_and_prose_is_re
             assert fast.report.notes == []
             for one in (full, auto, fast):
                 one.release()
+
+
+def test_alike_entries_are_computed_whole_where_attention_cannot_be_watched(monkeypatch):
+    monkeypatch.setattr(Auto, "least_weights", 1e9)
+    parts = [f"Part {n * 37} costs {n * 91 % 101} EUR." for n in range(28)]
+    listed = ["\n".join(parts[at : at + 7]) for at in range(0, 28, 7)]
+    prompt = "\n\n".join([*listed, "What does part 37 cost?"])
+    large = dataclasses.replace(tiny_model("falcon"), num_weights=7_000_000_000)
+    with Engine(large, NEW_PROMPTS) as engine:
+        engine.encode(listed, context=None)
+        full, auto, fast = (
+            engine.prefill(prompt, method=one, max_tokens=1) for one in ("full", "auto", "fast")
+        )
+        assert torch.allclose(auto.logits, full.logits, atol=1e-4)
+        assert not torch.allclose(fast.logits, full.logits, atol=1e-3)
+        assert ["all of them are" in note for note in auto.report.notes] == [False, True]
+        for one in (full, auto, fast):
+            one.release()
 
 
 def test_few_tokens_are_answered_as_full_prefill_answers_by_a_small_model(monkeypatch):
