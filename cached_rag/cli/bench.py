@@ -22,7 +22,7 @@ from cached_rag.cli.terminal import Json, err, out
 from cached_rag.config import DEFAULT_MODEL
 from cached_rag.evaluation.data import Questions
 from cached_rag.kv.files import make_folder
-from cached_rag.options import require
+from cached_rag.options import check_range, require
 from cached_rag.rag.folder import IndexConfig
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class TimedPrompts:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             require(not isinstance(value, int) or value >= 1, f"{name} is at least 1, not {value}")
-        require(0 <= self.ratio <= 1, f"ratio is from 0 to 1, not {self.ratio}")
+        check_range(self, 0, 1, "ratio")
 
 
 def bench_command(

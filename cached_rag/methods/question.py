@@ -205,7 +205,7 @@ class Auto(AnchorFlow):
     # A model of fewer weights reads a neighbour's number more often than a larger one does, and
     # saves less time: of alike entries it computes all (docs/experiments.md).
     least_weights: ClassVar[float] = 1e9
-    # Of so few tokens such a model computes all, which takes little longer than to choose.
+    # Of so few tokens such a model computes all: there is little to gain (docs/experiments.md).
     few_tokens: ClassVar[int] = 300
     # Chunks that were encoded behind others of their document need less repair, unless their
     # entries are alike.

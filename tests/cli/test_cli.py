@@ -560,7 +560,7 @@ def test_bench_takes_methods_with_several_options(model_folder):
 
 def test_bench_refuses_a_bad_ratio_whether_or_not_a_method_takes_it(model_folder):
     result = run(cli.app, ["bench", "--model", model_folder, "--methods", "auto", "--ratio", "2"])
-    assert "ratio is from 0 to 1, not 2.0" in str(result.exception)
+    assert "ratio must be 0 to 1, not 2.0" in str(result.exception)
 
 
 def test_bench_refuses_prompts_that_no_context_holds_before_it_encodes(model_folder):

@@ -293,7 +293,7 @@ def has_half_kernel() -> bool:
 
 
 def fits_half(weight: torch.Tensor) -> bool:
-    """Whether fp16 has room for these weights: none too large, and few too small."""
+    """Whether fp16 has room for (rows, columns) weights: none too large, and few too small."""
     weight = weight.detach()
     most = torch.maximum(weight.amax(1), -weight.amin(1))
     # Only rows of tiny weights can lose more, and they are few: reading all is what takes time.
